@@ -23,7 +23,7 @@ from gpt2.errors import located, log
 from gpt2.evals.figures import print_table, write_json
 from gpt2.evals.perplexity import validation
 from gpt2.evals.scoring import Scorer
-from gpt2.evals.tasks import TASKS, find_task, validation_data
+from gpt2.evals.tasks import TASKS, find_tasks, validation_data
 from gpt2.hf.weights import define_source, load_model
 from gpt2.model import GPT
 from gpt2.utils.stores import writing
@@ -71,7 +71,7 @@ def define_flags() -> None:
 def main() -> None:
     """Score the tasks in `--tasks`, and print the scores. With `--output`, also write them."""
     args = flags.FLAGS
-    tasks = [find_task(spec) for spec in args.tasks if spec != "validation"]
+    tasks = find_tasks(spec for spec in args.tasks if spec != "validation")
     data = None
     if "validation" in args.tasks:
         data = validation_data(args.workdir, args.hf, args.corpus, args.val_fraction)

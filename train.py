@@ -60,17 +60,6 @@ class Hook(NamedTuple):
     every: int  # in steps; 0: only after the last step
 
 
-class Run(NamedTuple):
-    """The parts of a run except its state."""
-
-    program: Program
-    batches: Batches
-    tasks: RunTasks
-    workdir: Path
-    checkpointer: Checkpointer
-    clock: StepClock
-
-
 @distributed.ends_together()
 def main() -> int:
     """Read options, prepare data, create or restore the state, train, and return the exit code."""
@@ -110,9 +99,9 @@ def main() -> int:
     checkpointer = Checkpointer(workdir, options.keep_checkpoints, options.keep_every)
     with clock.phase("restore"):
         state = state or checkpointer.restore(start, program)
-    run = Run(program, batches, tasks, workdir, checkpointer, clock)
+    parts = program, batches, tasks, workdir, checkpointer, clock
     with mirror:  # uploads the run's files if the workdir is a URL
-        return train(run, state, start)
+        return train(state, start, *parts)
 
 
 def first_state(program: Program, dataset: Dataset) -> TrainState:
@@ -123,9 +112,17 @@ def first_state(program: Program, dataset: Dataset) -> TrainState:
     return program.init_state(jax.device_get(params))
 
 
-def train(run: Run, state: TrainState, start: int) -> int:
+def train(
+    state: TrainState,
+    start: int,
+    program: Program,
+    batches: Batches,
+    tasks: RunTasks,
+    workdir: Path,
+    checkpointer: Checkpointer,
+    clock: StepClock,
+) -> int:
     """Run the steps after `start`, write the run's files, and return the exit code."""
-    program, batches, tasks, workdir, checkpointer, clock = run
     config = program.config
     options = program.config.train
 
@@ -140,7 +137,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
 
     step = start
     stops = False
-    scores = {}
+    scores: dict[int, dict[str, float]] = {}  # of the newest validation, by its step
     reporter = Reporter.for_run(config, clock, workdir, start)
     recorder = TraceRecorder(workdir, config.logging, start)
     start_over = partial(first_state, program, batches.dataset)
@@ -158,11 +155,11 @@ def train(run: Run, state: TrainState, start: int) -> int:
             raise DivergedError(step, "The validation loss is", before=False)
         return newest
 
-    def save(measured: dict[str, float] | None = None) -> None:
-        """Write metrics to disk, then save the newest state. `measured` are its scores, or None."""
+    def save() -> None:
+        """Write metrics to disk, then save the newest state, with its scores if it has some."""
         reporter.flush(step)
         with clock.phase("checkpoint"):
-            checkpointer.save(state, step, measured, batches.position(step))
+            checkpointer.save(state, step, scores.get(step), batches.position(step))
 
     def score_tasks(step: int, state: TrainState) -> None:
         """Score `state` on the tasks in `train.eval_tasks`, and log the scores at `step`."""
@@ -193,20 +190,22 @@ def train(run: Run, state: TrainState, start: int) -> int:
                 validates = options.is_due(step, options.eval_every)
                 saves = stops or options.is_due(step, options.checkpoint_every)
                 if validates:
-                    scores = score()
-                    reporter.write(step, scores)
-                    saves = checkpointer.improves(scores["eval/loss"]) or saves
+                    scores = {step: score()}
+                    reporter.write(step, scores[step])
+                    with clock.phase("checkpoint"):  # waits for the last save
+                        saves = checkpointer.improves(scores[step]) or saves
                 elif saves:
                     score(num_batches=1)  # raises an error if the state has diverged
                 for hook in hooks:
                     if options.is_due(step, hook.every):
                         hook.run(step, state)
                 if saves:
-                    save(scores if validates else None)
+                    save()
             if not scores and not stops:  # no step was left to train
-                scores = score()
+                scores = {step: score()}
         except DivergedError as error:
-            raise diagnosis.explain(error, state) from None
+            with clock.phase("diagnosis"):
+                raise diagnosis.explain(error, state) from None
         except (Exception, SystemExit):  # from validation, tasks, user code, ...
             if checkpointer.can_rescue(state, step):
                 reporter.catch_up()
@@ -222,7 +221,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
 
     # Finish: loss.png, samples.txt and the summary on the screen.
     params = gather_whole(state.eval_params, program.backend.mesh)
-    folder.finish(workdir, program, params, batches.dataset.tokenizer, scores, clock)
+    folder.finish(workdir, program, params, batches.dataset, scores[step], clock)
     return 0
 
 

@@ -25,7 +25,6 @@ def get_config() -> ConfigDict:
             learning_rate=3e-5,
             schedule="constant",
             warmup_steps=0,
-            beta2=0.99,
         )
     )
     config.train.update(

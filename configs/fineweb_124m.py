@@ -28,10 +28,11 @@ SHARDS = "hf://datasets/kjj0/fineweb10B-gpt2/fineweb_*_0000[0-3]*.bin"
 def get_config(word: str = "h100-8") -> ConfigDict:
     """Return the options of this recipe for `word`, which is `MACHINE` or `MACHINE+modern`.
 
-    MACHINE is one of `gpt2_124m.MACHINES`. Raise a ValueError for any other word.
+    MACHINE is one of `gpt2_124m.MACHINES`; h100-8 if it is left out. Raise a ValueError for any
+    other word.
     """
     machine, _, variant = word.partition("+")
-    config = gpt2_124m.get_config(machine)
+    config = gpt2_124m.get_config(machine or "h100-8")
     config.data.corpus = f"tokens:{SHARDS}"
     config.model.update(
         num_heads=6,

@@ -25,6 +25,10 @@ from gpt2.config.run import Config, read_options
 from gpt2.errors import UserError, exit_on_user_error, require_choice, run_on_exit
 from gpt2.signals import exit_at_interrupt, raise_at_interrupt
 
+# The config file that is read without `--config`. It belongs to this installation, because the
+# current directory may contain another file named configs/quickstart.py.
+_QUICKSTART = Path(__file__).resolve().parents[1] / "configs/quickstart.py"
+
 
 @exit_on_user_error()
 def run(
@@ -73,6 +77,7 @@ def run(
                 "sys.exit was called before the command was complete. The traceback above shows "
                 "the call: remove it, for example from your own function in data.corpus"
             ) from end
+        run_on_exit(end.code if isinstance(end.code, int) else 1, "sys.exit was called")
         raise
     exit_at_interrupt()
     run_on_exit(code, "stopped by a signal" if code else "finished")
@@ -98,10 +103,7 @@ def parse_flags(argv: list[str], *, lists_options: bool = False) -> list[str]:
         arguments = flags.FLAGS.read_flags_from_files(argv[1:])
         is_given = any(re.match("--?config(=|$)", text) for text in arguments)
         if "config" in flags.FLAGS and not is_given:
-            # The path leads to this installation, because the current directory may contain another
-            # file named configs/quickstart.py.
-            path = Path(__file__).parents[1] / "configs/quickstart.py"
-            argv.insert(1, f"--config={os.path.relpath(path)}")
+            argv.insert(1, f"--config={os.path.relpath(_QUICKSTART)}")
         for argument in arguments:
             if match := re.match(r"--?(?:no)?config\.", argument):
                 name, _, value = argument[match.end() :].partition("=")
@@ -219,12 +221,12 @@ def overrides() -> Options:
 def chosen_options() -> set[str]:
     """Return the dotted names of options that the user has set, on the command line or in a file.
 
-    A value in a config file counts if it differs from configs/default.py. Values in
-    configs/quickstart.py do not count, because this file is read even if the user does not give
-    `--config`.
+    A value in a config file counts if it differs from configs/default.py. Values in this
+    installation's configs/quickstart.py do not count, because this file is read even if the user
+    does not give `--config`.
     """
     chosen = set(overrides())
-    if config_name() != "quickstart":
+    if Path(config_file()).resolve() != _QUICKSTART:
         defaults = flatten(DEFAULTS)
         for name, value in flatten(flags.FLAGS["config"].value).items():
             if value != defaults[name]:

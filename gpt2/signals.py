@@ -23,7 +23,7 @@ T = TypeVar("T")
 _SAME_PRESS = 0.3
 # The thread that prints the exit message acquires this lock and never releases it, so that no other
 # thread prints a second message.
-_exit_lock = threading.Lock()
+_exit_lock = threading.RLock()
 _is_watched = False  # whether the thread of `_watch` is running
 _GRACE = 5.0  # seconds for which a validation may continue after a signal
 # The end of the exit message: how to continue the run. Empty outside of a run.
@@ -197,8 +197,9 @@ def _exit(line: str, signum: signal.Signals) -> None:
     if os.isatty(2):  # a progress bar may have hidden the cursor
         line = f"\r\x1b[K\x1b[?25h{line}"
     try:
-        if _exit_lock.acquire(timeout=1):  # two threads may receive the same signal
+        with _exit_lock:  # two threads may receive the same signal
             os.write(2, f"{line}\n".encode())
             run_on_exit(128 + signum, line)
+            os._exit(128 + signum)
     finally:  # even if stderr is closed
         os._exit(128 + signum)

@@ -1,6 +1,7 @@
 """The options of the model, and the sizes of the models that OpenAI released."""
 
 import inspect
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
@@ -95,7 +96,8 @@ class ModelConfig(default.Model):
     @cached_property
     def rope_size(self) -> int:
         """Number of dimensions of each head that `model.position=rope` rotates."""
-        return int(self.head_size * self.rope_share)
+        # With a margin for rounding errors: 0.29 * 200 is 57.999..., and becomes 58.
+        return math.floor(self.head_size * self.rope_share + 1e-9)
 
     @cached_property
     def width_ratio(self) -> float:

@@ -65,6 +65,17 @@ class OptimConfig(default.Optim):
                 f"optim.cautious={self.cautious} needs momentum, which "
                 "optim.name=schedule_free does not have. Set optim.cautious to none or decay"
             )
+        if is_free and not self.beta1:
+            raise UserError(
+                "optim.name=schedule_free divides by optim.beta1, which is 0",
+                "Set optim.beta1, for example to 0.9",
+            )
+        if self.adam_learning_rate and not self.learning_rate:
+            raise UserError(
+                "optim.adam_learning_rate is relative to the schedule of optim.learning_rate=0, so "
+                "all rates would be 0",
+                "Set optim.learning_rate to a small number instead, such as 1e-12",
+            )
         has_decay = self.weight_decay or self.decay_timescale
         decays_apart = has_decay and not self.decay_in_gradient
         changes_decay = self.scheduled_weight_decay or self.cautious in (

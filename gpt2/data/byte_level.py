@@ -40,7 +40,8 @@ def gpt2_like_ranks(tree: Mapping) -> tuple[dict[bytes, int], int] | None:
     pre_tokenizer = {"use_regex": True} | (tree.get("pre_tokenizer") or {})
     options = {name for name, value in model.items() if value}
     added = [token["content"] for token in tree.get("added_tokens", [])]
-    if model.get("type") != "BPE" or not options <= _MODEL_OPTIONS:
+    # Some files do not state the model's type, such as OpenAI's on the hub. Only BPE has merges.
+    if "merges" not in model or not options <= _MODEL_OPTIONS:
         return None
     if not _PRE_TOKENIZER.items() <= pre_tokenizer.items() or tree.get("normalizer"):
         return None

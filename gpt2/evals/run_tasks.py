@@ -10,7 +10,7 @@ from gpt2.config import TrainConfig
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import located
 from gpt2.evals.scoring import Scorer
-from gpt2.evals.tasks import find_task
+from gpt2.evals.tasks import find_tasks
 from gpt2.model import GPT
 
 
@@ -37,8 +37,8 @@ class RunTasks:
         devices = list(self.mesh.devices.flat)
         scorer = Scorer(self.model, params, devices)
         scores = dict[str, float]()
-        for spec in filter(None, self.options.eval_tasks.split(",")):
-            score, path = find_task(spec)
+        specs = filter(None, self.options.eval_tasks.split(","))
+        for score, path in find_tasks(specs):
             with located(path):
                 for figure in score(scorer, self.tokenizer, path):
                     metric = re.sub("[^a-zA-Z0-9]+", "_", figure.metric)

@@ -4,7 +4,7 @@ docs/evaluation.md lists the files of the tasks.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from gpt2.config import DataConfig, load_config
@@ -29,6 +29,21 @@ TASKS: dict[str, tuple[str, Score]] = {
     "hellaswag": ("hellaswag.jsonl", hellaswag),
     "core": ("core.yaml", core),
 }
+
+
+def find_tasks(specs: Iterable[str]) -> list[tuple[Score, Path]]:
+    """Return the scoring function and the file of each task; see `find_task`.
+
+    Raise a UserError if two tasks have the same name, because their scores would, too.
+    """
+    specs = list(specs)
+    names = [spec.partition(":")[0] for spec in specs]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(
+                f"The task {name} is listed twice", "Score each task with one directory"
+            )
+    return [find_task(spec) for spec in specs]
 
 
 def find_task(spec: str) -> tuple[Score, Path]:

@@ -19,6 +19,8 @@ from gpt2.ops.table import AttentionFn
 MAX_HEAD_SIZE = 128  # of the kernels of cuDNN and tokamax
 DIMENSIONS = 8  # head sizes must be multiples of 8; six of the dimensions are not 0
 _LOW = 256  # bfloat16 represents all integers up to 256
+# 16-bit numbers represent every multiple of 256 below this number exactly.
+MAX_LENGTH = 2**16
 _PARTS = 3  # the sum of three bfloat16 numbers is as precise as float32
 
 

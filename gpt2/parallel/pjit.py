@@ -125,6 +125,9 @@ class PjitBackend:
         specs = replicated.replace(params=self._storage, opt_state=opt_state)
         shardings = self._on_mesh(specs)
         jax.tree.map_with_path(check_split, state, shardings)
+        # An optimizer without state has no leaf to check, but its gradients are split.
+        split = self._on_mesh(self._optimizer)
+        jax.tree.map_with_path(check_split, state.params, split)
         return shardings
 
     def gradient_shardings(self, params: Tree) -> Tree:

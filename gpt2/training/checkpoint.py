@@ -146,12 +146,12 @@ class Checkpointer(contextlib.AbstractContextManager):
         metrics = self._manager.metrics(step)
         return (step, metrics[METRIC]) if metrics else None
 
-    def improves(self, eval_loss: float) -> bool:
-        """Return whether a validation loss is lower than the losses of all checkpoints."""
+    def improves(self, scores: Mapping[str, float]) -> bool:
+        """Return whether a validation's loss is lower than the losses of all checkpoints."""
         self.wait()  # If the last save fails, its loss does not count.
         # Process 0 decides, because other processes may not have the file with the scores.
         best = self.best()
-        is_better = best is None or eval_loss < best[1]
+        is_better = best is None or scores[METRIC] < best[1]
         return bool(distributed.from_first(is_better))
 
     def all_steps(self) -> list[int]:

@@ -24,7 +24,7 @@ from gpt2.data import Dataset
 from gpt2.data.datasets import read_mixture, refuse_other
 from gpt2.data.preparing.prepared_folder import data_folder
 from gpt2.data.readers import open_corpus, reads_files
-from gpt2.data.tokenizer import Tokenizer, is_path
+from gpt2.data.tokenizer import is_path
 from gpt2.errors import UserError, log, warn
 from gpt2.model.gpt import Params
 from gpt2.model.sampling import Sampling, generate
@@ -255,7 +255,7 @@ def finish(
     workdir: Path,
     program: Program,
     params: Params,
-    tokenizer: Tokenizer,
+    dataset: Dataset,
     scores: Mapping[str, float],
     clock: StepClock,
 ) -> None:
@@ -266,6 +266,7 @@ def finish(
     """
     config = program.config
     plot_losses(workdir, config.logging.reference)
+    tokenizer = dataset.tokenizer
     start = tokenizer.eot or 0
     samples = generate(
         program.model,

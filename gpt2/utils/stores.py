@@ -154,6 +154,7 @@ class _Record:
     """The files of a store at the last sync (`fetch` or `push`) with a working copy."""
 
     url: str = ""
+    folder: str = ""  # the path of the working copy
     # File name -> version.
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     # The modification times of the files in the working copy, in ns.
@@ -375,6 +376,7 @@ def _exchange(url: str, folder: Path) -> Iterator[tuple[AbstractFileSystem, _Rec
     with files.locked(lock), _connect(url) as (store, root):
         record = _read_record(folder)
         record.url = url
+        record.folder = str(folder)
         yield DirFileSystem(root, store), record
         folder.mkdir(parents=True, exist_ok=True)
         files.write_json(folder / RECORD, vars(record))
@@ -389,7 +391,9 @@ def _read_record(folder: Path) -> _Record:
         "Files that were not uploaded are only in the moved folder"
     )
     with files.reading(path, remedy):
-        return _Record(**json.loads(path.read_bytes()))
+        record = _Record(**json.loads(path.read_bytes()))
+    # A user's copy of a working copy is a local folder, which must not be uploaded.
+    return record if record.folder == str(folder) else _Record()
 
 
 def _version(info: Mapping[str, object]) -> str:

@@ -39,12 +39,13 @@ def parse(monkeypatch):
 def test_options_of_the_command_line_and_of_a_users_file_are_chosen(parse, tmp_path):
     parse("--config.model.num_layers=12", "--config.seed=0")
     assert cli.chosen_options() == {"model.num_layers", "seed"}
-    file = tmp_path / "mine.py"
+    file = tmp_path / "quickstart.py"  # not the one that is read without `--config`
     lines = ["from configs import default", "def get_config():"]
-    lines += ["    return default.get_config().copy_and_resolve_references()"]
+    lines += ["    config = default.get_config()", "    config.seed = 4"]
+    lines += ["    return config"]
     file.write_text("\n".join(lines))
     parse(f"--config={file}")
-    assert cli.chosen_options() == set()
+    assert cli.chosen_options() == {"seed"}
     record = json.dumps(DEFAULTS.to_dict() | {"seed": 3})
     (tmp_path / "config.json").write_text(record)
     parse(f"--config={tmp_path}/config.json")

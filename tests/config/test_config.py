@@ -167,6 +167,8 @@ WRONG = """
     model.activation=gelo | mean gelu
     model.position=rope model.embed_dim=36 | even
     model.position=rope model.rope_share=0.01 | even
+    optim.name=schedule_free optim.schedule=constant optim.beta1=0.0 | optim.beta1
+    optim.learning_rate=0.0 optim.adam_learning_rate=1e-3 | optim.learning_rate=0
     model.rope_base=5e5 model.rope_share=0.5 | rope_base
     model.position=rope model.rope_factor=2.0 | rope_scaling
     model.window=4 model.window_pattern=L | window

@@ -150,6 +150,11 @@ def test_gpt2_tokenizer_json_is_read_as_gpt2_kind(gpt2, tmp_path):
     assert isinstance(loaded, tokenizer.BytePairTokenizer)
     assert (loaded.vocab_size, loaded.eot) == (50257, 50256)
     np.testing.assert_array_equal(loaded.encode(TEXT), gpt2.encode(TEXT))
+    tree = json.loads((tmp_path / "tokenizer.json").read_text())
+    del tree["model"]["type"]  # OpenAI's file on the hub does not have it
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    untyped = tokenizer.load(tmp_path / "tokenizer.json")
+    assert tokenizer.fingerprint(untyped) == tokenizer.fingerprint(gpt2)
     save_tokenizer(tmp_path, gpt2, 1024)
     again = tokenizer.load(tmp_path / "tokenizer.json")
     assert tokenizer.fingerprint(again) == tokenizer.fingerprint(gpt2)

@@ -535,6 +535,7 @@ def test_bytes_that_are_not_utf_8_are_refused(task, tmp_path):
         ("lambada", '{"text": "a'),
         ("hellaswag", '{"ctx": "a", "endings": ["a", null], "label": 0}'),
         ("hellaswag", '{"ctx": "a", "endings": "defg", "label": 0}'),
+        ("hellaswag", '{"ctx": "a", "endings": ["d", "e", "f"], "label": 0}'),
         ("hellaswag", '{"ctx": "a", "endings": ["d", "e", "f", "g"], "label": 0.5}'),
         ("hellaswag", '{"ctx": "a", "endings": ["d", "e", "f", "g"], "label": ""}'),
         ("hellaswag", '{"ctx": "a", "endings": ["d", "e", "f", "g"], "label": "4"}'),
@@ -588,6 +589,7 @@ def test_a_run_scores_spread_parameters_by_the_same_programs(bundle, params, sco
         ("validation", "a run validates anyway"),
         ("validation:.", "validation reads no directory"),
         ("lambada:{}", "line 1 cannot"),
+        ("lambada:{},lambada:.", "lambada is listed twice"),
     ],
 )
 def test_tasks_that_cannot_be_scored_end_a_run_before_it_begins(

@@ -523,6 +523,8 @@ def test_auto_attention_of_gpus_is_cudnn_where_it_can_run():
     check_choice("plain", "NVIDIA L4", length=1023)
     check_choice("plain", "NVIDIA L4", attention_softcap=0.4)
     check_choice("cudnn", "NVIDIA L4", position="alibi")
+    check_choice("cudnn", "NVIDIA L4", length=2**16, position="alibi")
+    check_choice("plain", "NVIDIA L4", length=2**17, position="alibi")
     check_choice("plain", "NVIDIA L4", position="alibi", head_dim=128)
     check_choice("plain", "AMD")
     check_choice("plain", "Tesla T4", "float16")

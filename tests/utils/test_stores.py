@@ -246,6 +246,19 @@ def test_what_the_working_copy_has_lost_stays_in_the_store(store, lost):
     assert names(memory) == before | {"loss.png"}
 
 
+def test_a_copy_of_the_working_copy_is_a_folder_of_its_own(store, tmp_path):
+    memory = store[0]
+    folder = pushed()
+    before = names(memory)
+    copy = tmp_path / "copy"
+    stores.shutil.copytree(folder, copy)
+    save(copy, 2)
+    assert stores.url_or_path(folder) == "memory://run"
+    assert stores.url_or_path(copy) == str(copy)
+    stores.push(stores.url_or_path(copy), copy)
+    assert names(memory) == before
+
+
 def test_an_outage_is_told_and_does_not_end_the_run(store, monkeypatch):
     memory = store[0]
     warnings = []

@@ -12,7 +12,7 @@ from jax import Array
 
 from gpt2.config import GPTConfig
 from gpt2.model.seams import Context, Ingredient
-from gpt2.ops.linear_bias import DIMENSIONS, MAX_HEAD_SIZE
+from gpt2.ops.linear_bias import DIMENSIONS, MAX_HEAD_SIZE, MAX_LENGTH
 from gpt2.ops.plain import LinearBias, ScoreTerm
 
 
@@ -35,12 +35,13 @@ class Alibi(Ingredient):
     def has_kernel(self) -> bool:
         """Return whether kernels can compute the biases.
 
-        They can if attention has no soft cap, and if the head size is at most
-        `MAX_HEAD_SIZE - DIMENSIONS`.
+        They can if attention has no soft cap, the head size is at most
+        `MAX_HEAD_SIZE - DIMENSIONS`, and 16 bits can represent all positions.
         """
         cfg = self.config
         fits = cfg.head_size + DIMENSIONS <= MAX_HEAD_SIZE
-        return fits and not cfg.attention_softcap
+        is_exact = cfg.context_length <= MAX_LENGTH
+        return fits and is_exact and not cfg.attention_softcap
 
 
 def alibi_slopes(num_heads: int) -> Array:

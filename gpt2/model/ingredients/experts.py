@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from gpt2.config import GPTConfig
+from gpt2.errors import UserError
 from gpt2.model.layers import MLP, Linear
 from gpt2.model.seams import Branch, Context, Ingredient
 from gpt2.ops import Ops
@@ -69,6 +70,11 @@ class Mixture(nn.Module):
         ops = self.ops
         E = cfg.num_experts
         K = cfg.experts_per_token
+        if K > E:
+            raise UserError(
+                f"model.experts_per_token={K} is more than model.num_experts={E}",
+                "Choose at most as many experts per token as there are experts",
+            )
         B, T, D = x.shape
         x = ops.constrain(x, "batch", "length", "embed")
         exact = dataclasses.replace(cfg, bias=False, compute_dtype="float32")
