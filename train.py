@@ -219,7 +219,6 @@ def train(
         log(f"{reason}; to continue, repeat the command", sys.stdout)
         return 128 + stop.requested
 
-    # Finish: loss.png, samples.txt and the summary on the screen.
     params = gather_whole(state.eval_params, program.backend.mesh)
     folder.finish(workdir, program, params, batches.dataset, scores[step], clock)
     return 0

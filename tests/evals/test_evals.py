@@ -586,8 +586,7 @@ def test_a_run_scores_spread_parameters_by_the_same_programs(bundle, params, sco
     [
         ("cor:", "task=cor is not one of"),
         ("core:.", "needs the file core.yaml"),
-        ("validation", "a run validates anyway"),
-        ("validation:.", "validation reads no directory"),
+        ("validation", "task=validation is not one of wikitext"),
         ("lambada:{}", "line 1 cannot"),
         ("lambada:{},lambada:.", "lambada is listed twice"),
     ],

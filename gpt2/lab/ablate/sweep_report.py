@@ -2,10 +2,10 @@
 
 import dataclasses
 import itertools
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import pandas as pd
 
 from gpt2.lab.ablate import sweep_tables
@@ -148,13 +148,10 @@ def _draw(
 ) -> list[str]:
     """Plot the arms' differences and, if a run has several validations, the validation curves.
 
-    Return the names of the written files. If no arm has a finite difference from the baseline, draw
-    nothing, and return no names.
+    Return the names of the written files. Differences are plotted only if one of them is finite.
     """
     root = sweep.root
-    values = [verdict.difference for verdict in verdicts.values()]
-    if not np.isfinite(values).any():
-        return []
+    pictures = list[str]()
     baseline = sweep.arms[0].name
     mean = samples[baseline].mean
     shown = {baseline: Verdict(0.0, "baseline", mean), **verdicts}
@@ -169,10 +166,11 @@ def _draw(
         ]
         if validated:
             curves[arm.name] = validated
-    plot_differences(
-        root / "differences.png", shown, dots, sweep.unit, paired=sweep.paired
-    )
-    pictures = ["differences.png"]
+    if any(math.isfinite(verdict.difference) for verdict in verdicts.values()):
+        plot_differences(
+            root / "differences.png", shown, dots, sweep.unit, paired=sweep.paired
+        )
+        pictures.append("differences.png")
     # A single validation is not a curve.
     if any(len(curve.scores) > 1 for curve in itertools.chain(*curves.values())):
         plot_curves(root / "curves.png", curves, sweep.unit)

@@ -16,6 +16,7 @@ from gpt2.utils import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
+import itertools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -105,6 +106,13 @@ def _make_sweeps(root: Path, slots: Sequence[Slot]) -> list[Sweep]:
         folder = root / f"d{depth}"
         sweep = command.make_sweep(folder, at_size, slots, module="gpt2.lab.ladder")
         sweeps.append(sweep)
+    names = [[arm.name for arm in command.continued(sweep).arms] for sweep in sweeps]
+    if any({*each} != {*names[0]} for each in names):
+        known = dict.fromkeys(itertools.chain(*names))
+        raise UserError(
+            f"The sizes in {root} would have different arms",
+            f"Repeat the command with --vary for all of them: {', '.join(known)}",
+        )
     if sweeps[0].analyses[0] < 2:
         raise UserError("--seeds=1 allows no confidence interval", "Give --seeds=3")
     return sweeps
