@@ -106,7 +106,9 @@ def _make_sweeps(root: Path, slots: Sequence[Slot]) -> list[Sweep]:
         folder = root / f"d{depth}"
         sweep = command.make_sweep(folder, at_size, slots, module="gpt2.lab.ladder")
         sweeps.append(sweep)
-    names = [[arm.name for arm in command.continued(sweep).arms] for sweep in sweeps]
+    names = [
+        [arm.name for arm in command.continued(sweep).arms[1:]] for sweep in sweeps
+    ]
     if any({*each} != {*names[0]} for each in names):
         known = dict.fromkeys(itertools.chain(*names))
         raise UserError(
