@@ -128,10 +128,10 @@ def test_file_formats_agree(tmp_path, make, monkeypatch):
             members += pyarrow.compress(part, codec).to_pybytes()
         (tmp_path / f"d.jsonl.{ending}").write_bytes(members)
     reads = f"def read():\n    yield from {documents!r}\n"
-    (tmp_path / "own_documents.py").write_text(reads)
+    (tmp_path / "listed_documents.py").write_text(reads)
     monkeypatch.syspath_prepend(tmp_path)
     corpora = [
-        "python:own_documents:read",
+        "python:listed_documents:read",
         f"text:{texts}/**/*.txt",
         f"parquet:{tmp_path}/*.parquet",
         f"jsonl:{tmp_path}/d.jsonl",
