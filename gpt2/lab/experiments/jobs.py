@@ -206,7 +206,7 @@ class _Training:
 
         `code` is the exit code of the run's process, and `score` is the name of a metric.
         """
-        outcome = self._read_outcome(code)._replace(restarted=self._log_start > 0)
+        outcome = self._read_outcome(code)
         write_json(self.run.folder / "outcome.json", outcome._asdict())
         self.lock.close()
         if outcome.state == "finished" and score:

@@ -40,7 +40,6 @@ class Outcome(NamedTuple):
     error: str = ""  # the log line that states the cause
     seconds: float = 0.0  # duration of the run's process, measured outside of it
     attempt: str = ""  # a random id, because two attempts may fail with the same error
-    restarted: bool = False  # whether `seconds` leaves out earlier processes of the run
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,8 +40,7 @@ class Sample:
     seeds: list[int] = field(default_factory=list)
     # For each seed, the losses of the best version and of the idea, measured by the referee.
     pairs: list[tuple[float, float]] = field(default_factory=list)
-    # The durations of the best version's run and of the idea's run, in seconds, for each seed whose
-    # runs were not interrupted.
+    # For each seed, the durations of the best version's run and of the idea's run, in seconds.
     times: list[tuple[float, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -78,11 +77,8 @@ class Idea(Sample):
 
     @property
     def slowdown(self) -> float:
-        """The time of the idea's runs, divided by the time of the best version's runs.
-
-        It is 1 if every pair was interrupted.
-        """
-        best_seconds, seconds = np.array(self.times or [(1.0, 1.0)]).sum(0)
+        """The time of the idea's runs, divided by the time of the best version's runs."""
+        best_seconds, seconds = np.array(self.times).sum(0)
         return float(seconds / best_seconds)
 
     @property

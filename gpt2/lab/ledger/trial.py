@@ -228,9 +228,8 @@ def _train_pair(
         # If there are as many pairs as seeds, another process has already added this pair.
         if len(sample.pairs) * 2 < len(runs):
             sample.pairs.append((losses[0], losses[1]))
-            best, new = [run.outcome() for run in pair]
-            if not (best.restarted or new.restarted):
-                sample.times.append((best.seconds, new.seconds))
+            best_seconds, seconds = [run.outcome().seconds for run in pair]
+            sample.times.append((best_seconds, seconds))
             append(root, idea)
     return Answer.OPEN, ""
 
