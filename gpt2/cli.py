@@ -226,7 +226,10 @@ def chosen_options() -> set[str]:
     does not give `--config`.
     """
     chosen = set(overrides())
-    if Path(config_file()).resolve() != _QUICKSTART:
+    path = Path(config_file())
+    if not path.exists():  # `read_options` then reads a file of this installation
+        path = _QUICKSTART.parents[1] / path
+    if path.resolve() != _QUICKSTART:
         defaults = flatten(DEFAULTS)
         for name, value in flatten(flags.FLAGS["config"].value).items():
             if value != defaults[name]:

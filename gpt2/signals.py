@@ -197,9 +197,9 @@ def _exit(line: str, signum: signal.Signals) -> None:
     if os.isatty(2):  # a progress bar may have hidden the cursor
         line = f"\r\x1b[K\x1b[?25h{line}"
     try:
-        with _exit_lock:  # two threads may receive the same signal
+        # Two threads may receive the same signal. The time limit is that of `run_on_exit`.
+        if _exit_lock.acquire(timeout=61):
             os.write(2, f"{line}\n".encode())
             run_on_exit(128 + signum, line)
-            os._exit(128 + signum)
     finally:  # even if stderr is closed
         os._exit(128 + signum)

@@ -54,7 +54,7 @@ def find_task(spec: str) -> tuple[Score, Path]:
     handles it itself, and every run validates anyway.
     """
     name, _, directory = spec.partition(":")
-    require_choice("task", name, tuple(TASKS))
+    require_choice("task", spec if name == "validation" else name, tuple(TASKS))
     file, score = TASKS[name]
     path = Path(directory) / file
     if not path.is_file():

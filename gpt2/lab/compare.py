@@ -138,8 +138,8 @@ def main(*directories: str) -> None:
     for name, origin in origins.items():
         if name in curves and origin.flops is unknown:
             warn(
-                f"{name} has options that this version of the code does not have, so the plot "
-                "cannot show its FLOPs"
+                f"this version of the code refuses the options of {name}, so the plot cannot show "
+                "its FLOPs"
             )
     for name in others:
         _print_differences(first, usual, name, origins[name])

@@ -376,7 +376,7 @@ def _exchange(url: str, folder: Path) -> Iterator[tuple[AbstractFileSystem, _Rec
     with files.locked(lock), _connect(url) as (store, root):
         record = _read_record(folder)
         record.url = url
-        record.folder = str(folder)
+        record.folder = str(folder.resolve())
         yield DirFileSystem(root, store), record
         folder.mkdir(parents=True, exist_ok=True)
         files.write_json(folder / RECORD, vars(record))
@@ -393,7 +393,7 @@ def _read_record(folder: Path) -> _Record:
     with files.reading(path, remedy):
         record = _Record(**json.loads(path.read_bytes()))
     # A user's copy of a working copy is a local folder, which must not be uploaded.
-    return record if record.folder == str(folder) else _Record()
+    return record if record.folder == str(folder.resolve()) else _Record()
 
 
 def _version(info: Mapping[str, object]) -> str:

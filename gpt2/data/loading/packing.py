@@ -43,6 +43,7 @@ def concat(
     """
     if shuffles_documents:
         stream, starts = find_documents(tokens, "data.shuffle_documents=True")
+        _refuse_single(starts, "data.shuffle_documents=True")
     else:
         stream = tokens.stream("train")
     # One window is left out, so that there is room for the offset.
@@ -83,6 +84,7 @@ def bos(
     `shuffles_documents`, each epoch instead packs the documents in another order.
     """
     stream, starts = find_documents(tokens, "data.packing=bos")
+    _refuse_single(starts, "data.packing=bos")
     sizes = np.diff(starts, append=len(stream))
 
     @functools.lru_cache(1)
@@ -204,8 +206,8 @@ def find_documents(
 ) -> tuple[TokenStream, np.ndarray]:
     """Return the training tokens, and the indices at which documents start, in ascending order.
 
-    The indices are int64 `[num_documents]`: 0, and the index of each end-of-text token. If there is
-    only one document, or no end-of-text token, raise a UserError that names `option`.
+    The indices are int64 `[num_documents]`: 0, and the index of each end-of-text token. If the
+    tokenizer has no end-of-text token, raise a UserError that names `option`.
     """
     stream = tokens.stream("train")
     eot = document_start(tokens, option)
@@ -214,10 +216,15 @@ def find_documents(
         indices.append(start + np.flatnonzero(chunk == eot))
     starts = np.concatenate(indices)
     # If the stream begins with an end-of-text token, index 0 occurs twice.
-    starts = starts[np.count_nonzero(starts == 0) - 1 :]
+    return stream, starts[np.count_nonzero(starts == 0) - 1 :]
+
+
+def _refuse_single(starts: np.ndarray, option: str) -> None:
     if len(starts) == 1:
-        raise single_text(option)
-    return stream, starts
+        raise UserError(
+            f"{option} needs several documents, but the training split has only one",
+            "Leave the option out",
+        )
 
 
 def hashed(seed: int | tuple[int, int]) -> int:

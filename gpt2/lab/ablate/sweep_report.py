@@ -1,6 +1,5 @@
 """The report of a sweep: report.md, report.html, verdicts.json, results.csv and plots."""
 
-import dataclasses
 import itertools
 import math
 import textwrap
@@ -12,7 +11,7 @@ from gpt2.lab.ablate import sweep_tables
 from gpt2.lab.ablate.difference_plot import plot_differences
 from gpt2.lab.ablate.judge import arm_scores, compared, judge_sweep
 from gpt2.lab.ablate.sweep import Sweep
-from gpt2.lab.ablate.verdicts import CLEAR, ArmScores, Verdict
+from gpt2.lab.ablate.verdicts import CLEAR, ArmScores, Verdict, compare
 from gpt2.lab.experiments.arms import differences
 from gpt2.lab.experiments.cells import print_table
 from gpt2.lab.experiments.curve_plot import plot_curves
@@ -36,8 +35,10 @@ def write_report(sweep: Sweep) -> tuple[pd.DataFrame, str]:
     table = sweep_tables.verdict_table(samples, verdicts)
     by_pairs = {}
     if not sweep.paired:
-        by_pairs = judge_sweep(dataclasses.replace(sweep, paired=True), results)
-    note = _pairs_note(verdicts, by_pairs)
+        arms = {name: samples[name] for name in verdicts}
+        by_pairs = compare(samples[sweep.arms[0].name], arms, paired=True)
+    # Interim analyses have lower levels, at which pairs might not lead to a clear verdict.
+    note = "" if len(sweep.analyses) > 1 else _pairs_note(verdicts, by_pairs)
     rows = results.drop(columns=["run", "curve", "score"])
     rows["folder"] = [folder.relative_to(root) for folder in results.folder]
     write_text(root / "results.csv", rows.to_csv(index=False))
@@ -79,7 +80,8 @@ def _pairs_note(
     """
     names = []
     for name, verdict in by_pairs.items():
-        if verdict.words in CLEAR and verdicts[name].words not in CLEAR:
+        is_undecided = verdicts[name].words not in (*CLEAR, Decision.OPEN)
+        if verdict.words in CLEAR and is_undecided:
             names.append(name)
     if not names:
         return ""

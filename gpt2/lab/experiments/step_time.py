@@ -43,7 +43,9 @@ def make_measuring_run(root: Path, arm: Arm) -> Run:
         "optim.decay_fraction": DEFAULTS.optim.decay_fraction,
         "optim.warmup_steps": _STEPS,
     }
-    config = with_options(arm.config.at(arm.config.shapes.largest), options)
+    largest = arm.config.shapes.largest
+    options["model.context_length"] = largest.context_length
+    config = with_options(arm.config.at(largest), options)
     source = arm.source(root)
     facts = [config.to_dict(), arm.extra, hash_code(source)]
     crc = zlib.crc32(json.dumps(facts).encode())
@@ -54,6 +56,8 @@ def make_measuring_run(root: Path, arm: Arm) -> Run:
 
 def measure(root: Path, arm: Arm, slots: Sequence[Slot]) -> tuple[float, float]:
     """Return the seconds of an arm's step, and the seconds of a run's start-up and compilation.
+
+    If the arm's steps have different numbers of tokens, the first result is for their mean number.
 
     `slots` are the resources of simultaneous runs. A short run in the first slot measures both
     times. The run is stored in `root`, the folder of the sweep or ledger, and is not repeated.
@@ -73,7 +77,10 @@ def measure(root: Path, arm: Arm, slots: Sequence[Slot]) -> tuple[float, float]:
     # The first log line has the time of the first step alone, which is slower than other steps.
     step = float(steps[1:].median())
     whole = float(records["perf/total_seconds"].max())
-    return step, whole - _STEPS * step
+    num_steps = arm.config.train.num_steps
+    mean_tokens = arm.config.shapes.tokens(num_steps) / num_steps
+    fraction = mean_tokens / arm.config.shapes.largest.tokens
+    return fraction * step, whole - _STEPS * step
 
 
 class Times(NamedTuple):

@@ -106,9 +106,10 @@ def _make_sweeps(root: Path, slots: Sequence[Slot]) -> list[Sweep]:
         folder = root / f"d{depth}"
         sweep = command.make_sweep(folder, at_size, slots, module="gpt2.lab.ladder")
         sweeps.append(sweep)
-    names = [
-        [arm.name for arm in command.continued(sweep).arms[1:]] for sweep in sweeps
-    ]
+    sizes = {sweep.root: command.continued(sweep) for sweep in sweeps}
+    for path in root.glob("d*/sweep.json"):
+        sizes.setdefault(path.parent, load_sweep(path.parent))
+    names = [[arm.name for arm in sweep.arms[1:]] for sweep in sizes.values()]
     if any({*each} != {*names[0]} for each in names):
         known = dict.fromkeys(itertools.chain(*names))
         raise UserError(
