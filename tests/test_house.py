@@ -22,9 +22,9 @@ ROOMS = {
     "optim": 6.8,
     "parallel": 9.1,
     "training": 11.9,
-    "data": 16.9,
+    "data": 17.0,
     "telemetry": 5.1,
-    "config cli errors signals": 7.3,
+    "config cli errors signals": 7.4,
     "utils": 7.4,
     "evals": 5.7,
     "hf": 6.1,
@@ -32,7 +32,7 @@ ROOMS = {
     "lab/plan": 3.8,
     "lab/profile": 2.1,
     "lab/benchmark": 5.7,
-    "lab": 45.0,
+    "lab": 45.1,
 }
 TOKENS = 146_300  # under gpt2/
 DENSITY = 10.6  # tokens per statement; seqax has 10.0, nanochat 10.4, levanter 10.5, nanodo 10.9
