@@ -21,7 +21,7 @@ from gpt2.config.options import (
     read_option,
     require_option,
 )
-from gpt2.config.run import Config, read_options
+from gpt2.config.run import Config, find_config, read_options
 from gpt2.errors import UserError, exit_on_user_error, require_choice, run_on_exit
 from gpt2.signals import exit_at_interrupt, raise_at_interrupt
 
@@ -226,9 +226,7 @@ def chosen_options() -> set[str]:
     does not give `--config`.
     """
     chosen = set(overrides())
-    path = Path(config_file())
-    if not path.exists():  # `read_options` then reads a file of this installation
-        path = _QUICKSTART.parents[1] / path
+    path, _ = find_config(config_file())
     if path.resolve() != _QUICKSTART:
         defaults = flatten(DEFAULTS)
         for name, value in flatten(flags.FLAGS["config"].value).items():

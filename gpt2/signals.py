@@ -22,7 +22,7 @@ T = TypeVar("T")
 # forward a signal that the terminal has also sent to this process.
 _SAME_PRESS = 0.3
 # The thread that prints the exit message acquires this lock and never releases it, so that no other
-# thread prints a second message.
+# thread prints a second message. A second signal in the same thread ends the process immediately.
 _exit_lock = threading.RLock()
 _is_watched = False  # whether the thread of `_watch` is running
 _GRACE = 5.0  # seconds for which a validation may continue after a signal
@@ -197,7 +197,7 @@ def _exit(line: str, signum: signal.Signals) -> None:
     if os.isatty(2):  # a progress bar may have hidden the cursor
         line = f"\r\x1b[K\x1b[?25h{line}"
     try:
-        # Two threads may receive the same signal. The time limit is that of `run_on_exit`.
+        # Two threads may receive the same signal. `run_on_exit` takes at most 60 seconds.
         if _exit_lock.acquire(timeout=61):
             os.write(2, f"{line}\n".encode())
             run_on_exit(128 + signum, line)

@@ -386,12 +386,11 @@ def with_options(config: Config, options: Mapping[str, object]) -> Config:
     return Config.from_dict(flatten(asdict(config)) | flatten(options))
 
 
-def read_options(name: str) -> Options:
-    """Return all options of the config file or config.json `name`, nested by group.
+def find_config(name: str) -> tuple[Path, str]:
+    """Return the path and the argument of the config file `name`, which is `FILE[:ARGUMENT]`.
 
-    Each option is checked by itself. If `name` is `FILE:ARGUMENT`, the argument is passed to the
-    file's `get_config`. A file that does not exist in the current directory is looked up in the
-    directory that contains the package `gpt2`, so that `configs/quickstart.py` works everywhere.
+    A file that does not exist in the current directory is looked up in the directory that contains
+    the package `gpt2`, so that `configs/quickstart.py` works everywhere.
     """
     path = Path(name)
     argument = ""
@@ -405,6 +404,16 @@ def read_options(name: str) -> Options:
             f"There is no config file {name}",
             "Give the path of a file such as configs/quickstart.py",
         )
+    return path, argument
+
+
+def read_options(name: str) -> Options:
+    """Return all options of the config file or config.json `name`, nested by group.
+
+    Each option is checked by itself. If `name` is `FILE:ARGUMENT`, the argument is passed to the
+    file's `get_config`. See `find_config`.
+    """
+    path, argument = find_config(name)
     with reading(name, "Correct the file, or restore it from a copy"):
         if path.suffix == ".json":
             tree = json.loads(path.read_text("utf-8"))

@@ -12,7 +12,7 @@ from gpt2.data.interfaces import Dataset
 from gpt2.data.loading.token_batches import TokenDataset
 from gpt2.data.readers import open_corpus
 from gpt2.data.readers.downloads import with_revision
-from gpt2.data.tokenizer import build
+from gpt2.data.tokenizer import build, is_path
 from gpt2.data.tokens import PreparedTokens
 from gpt2.errors import UserError
 from gpt2.utils import files, stores
@@ -28,6 +28,12 @@ def prepare_dataset(data: DataConfig, recorded: Recorded = None) -> Dataset:
     `recorded` is the content of a run's data.json, or None for a new run. Data sets of the Hugging
     Face hub are read at the revisions in `recorded`, so that a continued run has the same text.
     """
+    if data.end_of_text and not is_path(data.tokenizer):
+        raise UserError(
+            f"data.end_of_text={data.end_of_text} has no effect with data.tokenizer="
+            f"{data.tokenizer}",
+            "Leave it out, or set data.tokenizer to the path of a tokenizer.json",
+        )
     recorded = recorded or {}
     weights = read_mixture(data.corpus)
     if weights:

@@ -341,14 +341,9 @@ def check_spec(spec: str, end_of_text: str = "") -> str:
     A name such as `gpt2` is returned unchanged. For the path of a tokenizer.json, the string
     contains a hash of the file, `end_of_text` (the option `data.end_of_text`), and the eos_token of
     the tokenizer_config.json next to the file. Raise a UserError if `spec` is neither a name nor
-    the path of a file that can be read, or if `end_of_text` is given with a name.
+    the path of a file that can be read.
     """
     if spec == "char" or tokens_by_name(spec) > 256:
-        if end_of_text:
-            raise UserError(
-                f"data.end_of_text={end_of_text} has no effect with data.tokenizer={spec}",
-                "Leave it out, or set data.tokenizer to the path of a tokenizer.json",
-            )
         return spec
     remedy = (
         "Use gpt2, byte, char, bpe:SIZE (257 or more) or the path of a tokenizer.json"

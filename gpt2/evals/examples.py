@@ -48,7 +48,9 @@ def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
         endings = []
         # Without this check, a string would pass as a list of letters.
         require(isinstance(example["endings"], list), "the field endings is not a list")
-        require(len(example["endings"]) == 4, "the field endings has not four endings")
+        require(
+            len(example["endings"]) == 4, "the field endings does not have four endings"
+        )
         for text in example["endings"]:
             # The ending is encoded together with the context, because some tokenizers would encode
             # it differently at the start of a text.

@@ -32,37 +32,30 @@ TASKS: dict[str, tuple[str, Score]] = {
 
 
 def find_tasks(specs: Iterable[str]) -> list[tuple[Score, Path]]:
-    """Return the scoring function and the file of each task; see `find_task`.
+    """Return the scoring function and the file of each task.
 
-    Raise a UserError if two tasks have the same name, because their scores would, too.
+    Each of `specs` is `NAME:DIRECTORY`, where NAME is a key of `TASKS`. Raise a UserError if NAME
+    is not a key or occurs twice, or if the file does not exist. `validation` is not a key: it has
+    no directory, eval.py handles it itself, and every run validates anyway.
     """
-    specs = list(specs)
-    names = [spec.partition(":")[0] for spec in specs]
-    for name in names:
-        if names.count(name) > 1:
+    found = dict[str, tuple[Score, Path]]()
+    for spec in specs:
+        name, _, directory = spec.partition(":")
+        if name not in TASKS:
+            require_choice("task", spec, tuple(TASKS))
+        if name in found:
             raise UserError(
                 f"The task {name} is listed twice", "Score each task with one directory"
             )
-    return [find_task(spec) for spec in specs]
-
-
-def find_task(spec: str) -> tuple[Score, Path]:
-    """Return the scoring function and the file of the task that `spec` names.
-
-    `spec` is `NAME:DIRECTORY`, where NAME is a key of `TASKS`. Raise a UserError if NAME is not a
-    key, or if the file does not exist. `validation` is not a key: it has no directory, eval.py
-    handles it itself, and every run validates anyway.
-    """
-    name, _, directory = spec.partition(":")
-    require_choice("task", spec if name == "validation" else name, tuple(TASKS))
-    file, score = TASKS[name]
-    path = Path(directory) / file
-    if not path.is_file():
-        raise UserError(
-            f"The task {name} needs the file {path}, which does not exist",
-            f"Give the directory of {file} as {name}:DIRECTORY",
-        )
-    return score, path
+        file, score = TASKS[name]
+        path = Path(directory) / file
+        if not path.is_file():
+            raise UserError(
+                f"The task {name} needs the file {path}, which does not exist",
+                f"Give the directory of {file} as {name}:DIRECTORY",
+            )
+        found[name] = score, path
+    return list(found.values())
 
 
 def validation_data(

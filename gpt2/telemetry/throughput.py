@@ -49,9 +49,8 @@ class StepClock:
         self.current = "setup and finish"
         self._since = since
         self._seconds = defaultdict[str, float](float)
-        self._begin: int | None = (
-            None  # the step after which this process continues the run
-        )
+        # The step after which this process continues the run.
+        self._begin: int | None = None
         self._last = 0  # the newest step
         # Steps and seconds since the last `read`.
         self._num_steps = 0

@@ -194,6 +194,7 @@ def test_a_padded_mixture_trains_and_is_validated_by_part(tmp_path, two_texts):
         ("corpus", "1*synthetic+2*synthetic", "synthetic twice"),
         ("tokenizer", "bpe:300", "must be trained on one corpus of text"),
         ("tokenizer", "char", "must be trained on one corpus of text"),
+        ("end_of_text", "[END]", "has no effect with data.tokenizer="),
     ],
 )
 def test_mixtures_that_cannot_be_are_refused(two_texts, option, value, message):

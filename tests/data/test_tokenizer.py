@@ -326,10 +326,6 @@ def test_end_of_text_may_be_named_and_is_saved(tmp_path):
     assert tokenizer.load(exported / "tokenizer.json").eot == 3
     with pytest.raises(UserError, match=r"json: data\.end_of_text=nothing is not"):
         build(spec, end_of_text="nothing")
-    with pytest.raises(
-        UserError, match=r"more has no effect with data\.tokenizer=byte"
-    ):
-        tokenizer.check_spec("byte", "more")
 
 
 @pytest.mark.parametrize("config", ["[" * 10**5, "[]", "{", '{"eos_token": {"a": 1}}'])

@@ -584,7 +584,7 @@ def test_a_run_scores_spread_parameters_by_the_same_programs(bundle, params, sco
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("cor:", "task=cor is not one of"),
+        ("cor:", "task=cor: is not one of"),
         ("core:.", "needs the file core.yaml"),
         ("validation", "task=validation is not one of wikitext"),
         ("lambada:{}", "line 1 cannot"),

@@ -311,9 +311,8 @@ def test_a_save_that_fails_prints_a_warning_and_the_next_is_tried(
         # In the saving thread.
         patched.setattr(checkpoint, "digest_folder", lambda folder: 1 / 0)
         checkpointer.save(state_at(3), 3, {"eval/loss": 2.0})
-        assert checkpointer.improves(
-            {"eval/loss": 2.5}
-        )  # The state with 2.0 was not saved.
+        # The state with 2.0 was not saved.
+        assert checkpointer.improves({"eval/loss": 2.5})
         assert "step 3 could not be saved" in checkpointer.failure
         assert "the run continues" in capsys.readouterr().err
         patched.undo()

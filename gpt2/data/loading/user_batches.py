@@ -49,7 +49,6 @@ class BatchFunction(Corpus):
 
     def prepare(self, data: DataConfig) -> "UserDataset":
         """Return the dataset of the function's batches. This does not call the function."""
-        tokenizers.check_spec(data.tokenizer, data.end_of_text)
         tokenizer = tokenizers.build(data.tokenizer, end_of_text=data.end_of_text)
         return UserDataset(tokenizer, self)
 

@@ -1,6 +1,5 @@
 """Functions that sweeps and ladders share, including the definition of their flags."""
 
-import functools
 import os
 import shlex
 import sys
@@ -122,6 +121,8 @@ def main(
     connect(FLAGS.cluster)
     slots = make_slots(FLAGS.jobs)
     sweeps = read(root, slots)
+    if sweeps[0].analyses[-1] == 2:
+        warn("with only two seeds, intervals are very wide; --seeds=3 is much better")
     if FLAGS.dry_run:
         newest = [continued(sweep) for sweep in sweeps]
         print(describe_runs(with_next_seeds(newest, words), slots))
@@ -247,14 +248,7 @@ def _read_analyses(seeds: Sequence[str]) -> list[int]:
             f" {CHOOSING_SEED}",
             "Use for example --seeds=3, or --seeds=3,5,8",
         )
-    if analyses[-1] == 2:
-        _warn_of_two_seeds()
     return analyses
-
-
-@functools.cache  # one warning for all sizes of a ladder
-def _warn_of_two_seeds() -> None:
-    warn("with only two seeds, intervals are very wide; --seeds=3 is much better")
 
 
 def describe_runs(sweeps: Sequence[Sweep], slots: Sequence[Slot]) -> str:

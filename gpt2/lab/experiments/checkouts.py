@@ -57,9 +57,8 @@ def contains(commit: str, other: str) -> bool:
     The history of commits does not show this, because no branch contains the commits that
     `snapshot` makes, and because a later commit may undo a change.
     """
-    if (
-        commit == other
-    ):  # also with versions of git before 2.38, which cannot merge trees
+    # Versions of git before 2.38 cannot merge trees.
+    if commit == other:
         return True
     merged = _git("merge-tree", "--write-tree", commit, other)
     return merged == _git("rev-parse", f"{commit}^{{tree}}")

@@ -23,7 +23,7 @@ GREY = "#6b7280"
 BASELINE = "#4b5563"
 COLORS = (BLUE, RED, GREEN, "#cc79a7", ORANGE, "#56b4e9", "#8c6d31")
 _LINES = ("-", "--", ":", "-.")  # the next style is used once all colors are used up
-MARKED = 12
+MARKED = 12  # curves of at most this number of validations have dots
 
 
 def plot_curves(

@@ -73,7 +73,7 @@ class Mixture(nn.Module):
         if K > E:
             raise UserError(
                 f"model.experts_per_token={K} is more than model.num_experts={E}",
-                "Choose at most as many experts per token as there are experts",
+                "Lower model.experts_per_token",
             )
         B, T, D = x.shape
         x = ops.constrain(x, "batch", "length", "embed")
