@@ -13,7 +13,7 @@ if __name__ == "__main__":
 import math
 import sys
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from absl import flags
 
 from gpt2 import cli
 from gpt2.data import Dataset, prepare_dataset
-from gpt2.errors import DivergedError, log, set_on_exit
+from gpt2.errors import DivergedError, log
 from gpt2.evals.run_tasks import RunTasks
 from gpt2.hf.weights import load_initial_params, with_model_of_weights
 from gpt2.model import GPT
@@ -72,7 +72,6 @@ def main() -> int:
     location = args.workdir or f"runs/{cli.config_name()}"
     folder.require_same_start(config, workdir=location)
     devices = find_devices(config)
-    distributed.only_first(set_on_exit)(config.logging.on_exit)
     workdir, mirror = folder.open_workdir(location)
     if options.init_from:
         config = with_model_of_weights(config, cli.chosen_options(), workdir)
@@ -203,13 +202,15 @@ def train(
                     save()
             if not scores and not stops:  # no step was left to train
                 scores = {step: score()}
+                reporter.write(step, scores[step])
         except DivergedError as error:
             with clock.phase("diagnosis"):
                 raise diagnosis.explain(error, state) from None
         except (Exception, SystemExit):  # from validation, tasks, user code, ...
-            if checkpointer.can_rescue(state, step):
-                reporter.catch_up()
-                save()
+            with suppress(DivergedError):  # The state is then not saved.
+                if checkpointer.can_rescue(state, step):
+                    reporter.catch_up()
+                    save()
             raise
         with clock.phase("checkpoint"):
             checkpointer.wait()

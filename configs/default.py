@@ -63,9 +63,6 @@ class Properties:
     # be 0 or from 1e-6 to 1e6.
     factors: str = ""
     aliases: str = ""  # names of the option in other codebases, separated by spaces
-    # Whether config.json contains the option. Options that run commands are not recorded, so that
-    # continuing a downloaded run cannot run commands.
-    is_recorded: bool = True
 
 
 def option(default: Default, help: str, **properties: Any) -> Default:
@@ -823,15 +820,6 @@ class Logging:
     profile_steps: int = option(
         0,
         "number of steps in the trace, which `python -m gpt2.lab.profile` reads; 0: no trace",
-    )
-    on_exit: str = option(
-        "",
-        "shell command that process 0 runs when it ends for any reason (unless it is killed), with "
-        "GPT2_EXIT_CODE and GPT2_EXIT_REASON in the environment; empty: none. Set it with a flag "
-        "or in a .py file whenever a run starts or continues, because config.json does not contain "
-        "it",
-        may_differ=True,
-        is_recorded=False,
     )
 
 

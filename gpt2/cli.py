@@ -2,6 +2,7 @@
 
 import faulthandler
 import io
+import math
 import os
 import re
 import sys
@@ -22,7 +23,7 @@ from gpt2.config.options import (
     require_option,
 )
 from gpt2.config.run import Config, find_config, read_options
-from gpt2.errors import UserError, exit_on_user_error, require_choice, run_on_exit
+from gpt2.errors import UserError, exit_on_user_error, require_choice
 from gpt2.signals import exit_at_interrupt, raise_at_interrupt
 
 # The config file that is read without `--config`. It belongs to this installation, because the
@@ -77,10 +78,8 @@ def run(
                 "sys.exit was called before the command was complete. The traceback above shows "
                 "the call: remove it, for example from your own function in data.corpus"
             ) from end
-        run_on_exit(end.code if isinstance(end.code, int) else 1, "sys.exit was called")
         raise
     exit_at_interrupt()
-    run_on_exit(code, "stopped by a signal" if code else "finished")
     sys.exit(code)
 
 
@@ -114,7 +113,7 @@ def parse_flags(argv: list[str], *, lists_options: bool = False) -> list[str]:
         # absl prints the help as soon as it reads --help, so --help is moved to the end, after the
         # flags that set the listed values.
         argv.sort(key=lambda argument: argument == "--help")
-        return flags.FLAGS(argv)
+        parsed = flags.FLAGS(argv)
     except SystemExit as end:  # absl exits with 1 after --help
         if "--help" in argv and lists_options:
             _list_options()
@@ -127,6 +126,10 @@ def parse_flags(argv: list[str], *, lists_options: bool = False) -> list[str]:
             r"^flags (\w+=None(, |: ))+", "", str(error).replace("\n", " ")
         )
         raise UserError(message, "See --help") from None
+    for name, value in flags.FLAGS.flag_values_dict().items():
+        if isinstance(value, float) and math.isnan(value):
+            raise UserError(f"--{name}=nan is not a number", "See --help")
+    return parsed
 
 
 def _list_options() -> None:

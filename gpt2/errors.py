@@ -5,12 +5,9 @@ import difflib
 import errno
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import NoReturn, TextIO
-
-_on_exit = ""  # the shell command of `logging.on_exit`, or empty
 
 
 class UserError(Exception):
@@ -81,14 +78,12 @@ def exit_on_user_error() -> Iterator[None]:
     except (Exception, KeyboardInterrupt) as error:
         end = describe_exit(error)
         if end is None:
-            run_on_exit(1, f"{type(error).__name__}: {error}")
             raise
         message, code = end
         if isinstance(error, KeyboardInterrupt):
             # sys.exit would crash if a thread were compiling with XLA.
             exit_process(message, code)
         log(message)
-        run_on_exit(code, message)
         sys.exit(code)
 
 
@@ -98,36 +93,9 @@ def exit_process(message: str, code: int) -> NoReturn:
     Do not wait for threads or other processes, because they may hang.
     """
     log(message)
-    run_on_exit(code, message)
     with ignore_failed_output(sys.stdout):
         sys.stdout.flush()
     os._exit(code)
-
-
-def set_on_exit(command: str) -> None:
-    """Set the shell command that `run_on_exit` runs. An empty string means no command."""
-    global _on_exit
-    _on_exit = command
-
-
-def run_on_exit(code: int, reason: str) -> None:
-    """Run the shell command of the option `logging.on_exit`. Only the first call runs it.
-
-    The command can read `code` and `reason` in $GPT2_EXIT_CODE and $GPT2_EXIT_REASON. If the
-    command fails or takes longer than a minute, print a warning. The exit code of the process does
-    not change.
-    """
-    command = _on_exit
-    set_on_exit("")
-    if not command:
-        return
-    variables = {"GPT2_EXIT_CODE": str(code), "GPT2_EXIT_REASON": reason}
-    try:
-        subprocess.run(
-            command, shell=True, env=os.environ | variables, check=True, timeout=60
-        )
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
-        warn(f"the command of logging.on_exit failed: {error}")
 
 
 # Errors of the operating system about a disk or a path that the user chose.

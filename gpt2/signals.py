@@ -14,7 +14,7 @@ import time
 from types import FrameType
 from typing import Self, TypeVar
 
-from gpt2.errors import log, run_on_exit
+from gpt2.errors import log
 
 T = TypeVar("T")
 
@@ -197,9 +197,8 @@ def _exit(line: str, signum: signal.Signals) -> None:
     if os.isatty(2):  # a progress bar may have hidden the cursor
         line = f"\r\x1b[K\x1b[?25h{line}"
     try:
-        # Two threads may receive the same signal. `run_on_exit` takes at most 60 seconds.
-        if _exit_lock.acquire(timeout=61):
+        # Two threads may receive the same signal.
+        if _exit_lock.acquire(timeout=1):
             os.write(2, f"{line}\n".encode())
-            run_on_exit(128 + signum, line)
     finally:  # even if stderr is closed
         os._exit(128 + signum)

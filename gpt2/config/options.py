@@ -11,7 +11,7 @@ from absl import flags
 from ml_collections import ConfigDict, FrozenConfigDict
 
 from configs import default
-from gpt2.errors import UserError, require_choice, warn
+from gpt2.errors import UserError, require_choice
 
 Value = bool | int | float | str
 # Dotted name -> value, or nested: name of a group -> the Options of the group.
@@ -150,22 +150,15 @@ def require_option(name: str, prefix: str = "") -> None:
         raise no_option(name, prefix)
 
 
-def complete(tree: Mapping | ConfigDict, *, is_record: bool = False) -> Options:
+def complete(tree: Mapping | ConfigDict) -> Options:
     """Return all options, nested by group: the values in `tree`, and defaults for all others.
 
-    Each value is checked by itself; `Config` checks combinations. `is_record` states that `tree` is
-    a config.json. Options that contain shell commands are then ignored, so that a downloaded run
-    cannot run commands.
+    Each value is checked by itself; `Config` checks combinations.
     """
     given = Options()
     for name, value in flatten(tree).items():
         require_option(name)
-        if is_record and not OPTIONS[name].is_recorded:
-            warn(
-                f"{name}={value} in a config.json is ignored, because it is a shell command"
-            )
-        else:
-            given[name] = OPTIONS[name].check(name, value)
+        given[name] = OPTIONS[name].check(name, value)
     options = asdict(default.Options())
     for name, value in given.items():
         *groups, last = name.split(".")

@@ -262,6 +262,13 @@ class Config(default.Options):
                     f"train.context_schedule has the length {length}, which must be at least 1 and "
                     f"divide both model.context_length and the {done:,} tokens of earlier steps"
                 )
+        pattern = self.model.window_pattern
+        has_window = any(shape.window for shape in pieces.values())
+        if pattern != default.Model.window_pattern and not has_window:
+            raise UserError(
+                f"model.window_pattern={pattern} has no effect without a window",
+                "Set model.window or train.window_schedule",
+            )
         if any(getattr(self.train, name) for name in _SHAPE_SCHEDULES):
             for start, shape in pieces.items():
                 with located(f"train.*_schedule at step {start}"):
@@ -315,16 +322,8 @@ class Config(default.Options):
         return _build(cls, complete(tree))
 
     def to_dict(self) -> dict:
-        """Return the options as nested dicts, for config.json.
-
-        `logging.on_exit` is left out, so that continuing a downloaded run cannot run commands.
-        """
-        tree = asdict(self)
-        for name, option in OPTIONS.items():
-            if not option.is_recorded:
-                group, _, last = name.rpartition(".")
-                del tree[group][last]
-        return tree
+        """Return the options as nested dicts, for config.json."""
+        return asdict(self)
 
     def with_vocabulary(self, tokens: int) -> "Config":
         """Return the config with a `model.vocab_size` above 0: if it is 0, set it to `tokens`.
@@ -422,7 +421,7 @@ def read_options(name: str) -> Options:
                     "The file does not contain the options of a run",
                     "Give the config.json in the workdir of a run",
                 )
-            return complete(tree, is_record=True)
+            return complete(tree)
         get_config = runpy.run_path(str(path))["get_config"]
         return complete(get_config(argument) if argument else get_config())
 

@@ -23,22 +23,25 @@ class MetricsFile(Writer):
     `close`. If the disk is full, these methods raise OSError, and retain the lines for the next
     attempt. The constructor removes the lines of steps after `resume_step` from the file at `path`,
     because a continued run writes them again. It also removes a line that is incomplete because the
-    run was killed.
+    run was killed. The last line that remains is written again with the values that are added to
+    its step.
     """
 
     name = "metrics.jsonl"
 
     def __init__(self, path: Path, resume_step: int = 0):
         self._newest: float = 0  # newest step, written or waiting to be written
-        self._end = 0  # number of bytes written to the file
+        self._waiting = list[dict[str, float]]()
+        self._end = 0  # offset in bytes at which the waiting lines will be written
+        newest_end = 0
         for end, record in _read(path):
             if record["step"] <= resume_step:
                 self._newest = record["step"]
-                self._end = end
-        self._waiting = list[dict[str, float]]()
+                self._waiting = [record]
+                self._end, newest_end = newest_end, end
         flags = os.O_RDWR | os.O_CREAT
         self._file = os.open(path, flags, 0o666)
-        os.truncate(self._file, self._end)
+        os.truncate(self._file, newest_end)
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Add values to the line of `step`, which must not be earlier than the newest step."""
@@ -83,13 +86,14 @@ class MetricsFile(Writer):
         if written < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._end += len(data)
+        os.truncate(self._file, self._end)  # The line that is written again may be shorter.
         del self._waiting[: len(records)]
 
 
 def _to_line(record: Metrics) -> bytes:
     finite = dict[str, float | None](record)
     for name, value in record.items():
-        if not math.isfinite(value):
+        if value is not None and not math.isfinite(value):
             finite[name] = None
     return json.dumps(finite).encode() + b"\n"
 

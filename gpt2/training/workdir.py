@@ -1,6 +1,6 @@
 """Write the files of a run other than checkpoints, and check whether the run can continue.
 
-config.json         all options but on_exit; `train.py --config=config.json` repeats the run
+config.json         all options; `train.py --config=config.json` repeats the run
 data.json           a description of the prepared corpus, which shows if the text was changed
 tokenizer.json      the tokenizer, so that samples can be drawn without the corpus
 environment.jsonl   versions, code and command, with one line for each start

@@ -125,7 +125,6 @@ def test_a_value_may_set_more_options_and_hold_a_quoted_comma():
         ("seed=1,2", "--seeds"),
         ("recipe=missing.py", r"missing\.py"),
         ("code=nothing", "nothing is not a branch"),
-        ("logging.on_exit=true", r"would ignore logging\.on_exit=true"),
     ],
 )
 def test_what_cannot_be_an_arm_is_told(vary, message):

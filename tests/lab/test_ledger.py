@@ -467,7 +467,6 @@ def test_too_few_pairs_name_a_number_that_is_enough(ideas):
         ("data.data_dir=/forged", r"data\.data_dir"),
         ("data.end_of_text=e", r"data\.end_of_text"),
         ("train.init_from=run:ideas/runs/000-start/seed-0/run", r"train\.init_from"),
-        ("logging.on_exit=python3 lower.py", r"logging\.on_exit"),
         ("optim.name=lion+logging.screen=x", r"sets logging\.screen"),
         ("optim.name=lion+train.eval_every=1", r"sets train\.eval_every"),
         ("model.qk_norm", r"has an option without a value\. Use OPTION=VALUE\."),

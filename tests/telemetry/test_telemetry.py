@@ -85,6 +85,15 @@ def test_resume_drops_later_lines_and_a_torn_one(tmp_path):
         assert metrics_of(tmp_path) == []
 
 
+def test_a_run_that_continues_at_its_last_step_adds_values_to_its_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 3}}\n{"garbage" * 9}\n{{"step": 4, "train/x": null}}\n')
+    with metrics_file(tmp_path, resume_step=4) as writer:
+        writer.write(4, {"eval/loss": 3.0})
+    last = {"step": 4, "train/x": None, "eval/loss": 3.0}
+    assert metrics_of(tmp_path) == [{"step": 3}, last]
+
+
 NO_RECORDS = [
     b"[1]",
     b"{}",
@@ -251,6 +260,20 @@ def test_the_noise_scale_is_the_ratio_of_two_means():
     lines, _ = report(steps)
     scales = {step: line.get("train/noise_scale") for step, line in lines.items()}
     assert scales == {1: None, 3: 10.0 / 3.5, 4: None}
+
+
+def test_an_overflow_of_float16_is_no_part_of_the_noise_scale():
+    steps = losses(1.0, 1.0, 1.0)
+    for step in steps:
+        step |= {"train/gradient_signal": 5.0, "train/gradient_noise": 10.0}
+        step["train/bad_in_a_row"] = 0.0
+    overflow = math.inf
+    steps[1] = dict.fromkeys(steps[1], overflow) | {"train/loss": 4.0}
+    steps[1]["train/bad_in_a_row"] = 0.0
+    lines, error = report(steps)
+    assert error is None
+    assert lines[3]["train/noise_scale"] == 2.0
+    assert lines[3]["train/loss"] == 2.5
 
 
 def skipping(*values):

@@ -178,41 +178,6 @@ def test_a_signal_ends_a_wait_for_text_and_the_state_is_saved(
         assert metrics_of(workdir)[-1]["step"] == saved
 
 
-ENDS = {
-    "finished": ("lambda: None", 0),
-    "stopped by a signal": ("lambda: 143", 143),
-    "error: it is wrong. Mend it.": ("fail(UserError('it is wrong', 'Mend it', 3))", 3),
-    "ValueError: of the program": ("fail(ValueError('of the program'))", 1),
-    "stopped by SIGINT": ("fail(KeyboardInterrupt())", 130),
-    "error: it hangs": ("lambda: errors.exit_process('error: it hangs', 4)", 4),
-    "left": ("lambda: signals._exit('left', signal.SIGTERM)", 143),
-}
-ENDING = """
-import signal, sys
-from gpt2 import cli, errors, signals
-from gpt2.errors import UserError
-
-def fail(error):
-    def main():
-        raise error
-    return main
-
-errors.set_on_exit("echo $GPT2_EXIT_CODE $GPT2_EXIT_REASON; exit 7")
-cli.run({main})
-"""
-
-
-@pytest.mark.parametrize("reason", ENDS)
-def test_a_command_runs_once_at_every_end_and_changes_no_exit_code(tmp_path, reason):
-    main, code = ENDS[reason]
-    script = tmp_path / "ending.py"
-    script.write_text(ENDING.format(main=main))
-    done = run_command(str(script), cwd=ROOT)
-    assert done.code == code
-    assert done.stdout == f"{code} {reason}\n"
-    assert "returned non-zero exit status 7" in done.stderr
-
-
 STOPPED = """
 import os, signal
 validate = train.validate

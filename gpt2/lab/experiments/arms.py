@@ -53,14 +53,6 @@ class Arm:
     # Options that only the code of `commit` has.
     extra: Settings = dataclasses.field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        # Runs read their options from config.json, which does not contain `logging.on_exit`.
-        if command := self.config.logging.on_exit:
-            raise UserError(
-                f"The runs of a sweep or ledger would ignore logging.on_exit={command}",
-                f"Leave the option out, and run {command} yourself when all runs have ended",
-            )
-
     @property
     def options(self) -> dict[str, Setting]:
         """All options by name, including options that only the code of `commit` has."""
