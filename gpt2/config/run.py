@@ -16,7 +16,6 @@ from ml_collections import ConfigDict
 from configs import default
 from gpt2.config.model import GPTConfig, ModelConfig
 from gpt2.config.options import (
-    OPTIONS,
     Options,
     check_effects,
     complete,
@@ -300,6 +299,8 @@ class Config(default.Options):
         options: Options = {f"train.{name}": "" for name in _SHAPE_SCHEDULES}
         options["data.batch_size"] = shape.batch_size
         options["model.window"] = shape.window
+        if not shape.window:
+            options["model.window_pattern"] = default.Model.window_pattern
         return with_options(self, options)
 
     @property

@@ -86,7 +86,9 @@ class MetricsFile(Writer):
         if written < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._end += len(data)
-        os.truncate(self._file, self._end)  # The line that is written again may be shorter.
+        os.truncate(
+            self._file, self._end
+        )  # The line that is written again may be shorter.
         del self._waiting[: len(records)]
 
 

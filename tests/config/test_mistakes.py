@@ -90,7 +90,7 @@ MISTAKES = """
     eval.py --workdir=run --checkpoint=9 | 9
     eval.py --workdir=run --tasks=lambda | lambada
     eval.py --workdir=run --corpus=text:other.txt --val_fraction=2 | See --help
-    eval.py --workdir=run --corpus=text:other.txt --val_fraction=nan | val_fraction=nan is not a number
+    eval.py --workdir=run --corpus=text:other.txt --val_fraction=nan | is not a number
     eval.py --workdir=run --val_fraction=1 | --corpus
     gpt2.generate --workdir=run --hf=hf | hf
     gpt2.generate --hf=cut --prompt=1 | cut

@@ -8,7 +8,6 @@ import pytest
 
 from gpt2.signals import StopSignal
 from gpt2.training.checkpoint_files import latest_step
-from tests.forks import run_command
 from tests.helpers import (
     ROOT,
     SECONDS,
