@@ -173,6 +173,11 @@ def train(
     # Loop: metrics are fetched one step late, so that devices do not wait for the host to log them.
     with recorder, stop, checkpointer, reporter, clock.phase("step"), closing(upcoming):
         try:
+            if folder.lacks_scores(
+                workdir, options, start
+            ):  # a signal may have interrupted them
+                scores = {step: score()}
+                reporter.write(step, scores[step])
             while step < options.num_steps and not stops:
                 with clock.phase("data wait"):
                     batch = next(upcoming)
@@ -200,9 +205,6 @@ def train(
                         hook.run(step, state)
                 if saves:
                     save()
-            if not scores and not stops:  # no step was left to train
-                scores = {step: score()}
-                reporter.write(step, scores[step])
         except DivergedError as error:
             with clock.phase("diagnosis"):
                 raise diagnosis.explain(error, state) from None

@@ -49,7 +49,7 @@ class Properties:
     # Whether the option belongs to the recipe, that is, to the model or to its training. The other
     # options determine the text and its validation split, the seed, `train.init_from`, the number
     # of steps, validations, checkpoints and logs. An idea (a change that gpt2.lab.ledger tests) may
-    # set only options of the recipe, and train.num_steps. For a group: each option in the group.
+    # set only options of the recipe. For a group: each option in the group.
     is_recipe: bool = False
     # Whether the option counts training steps. Sweeps that change the length of a run scale it.
     is_duration: bool = False
@@ -466,7 +466,7 @@ class Optim:
     schedule: str = option(
         "cosine",
         "shape of the learning rate after the warm-up; wsd: constant, then a decay; "
-        "piecewise:STEP=FRACTION,...: from each STEP on, this FRACTION of the peak",
+        "piecewise:STEP=FRACTION,...: after each STEP, this FRACTION of the peak",
         choices=("cosine", "linear", "constant", "wsd", "piecewise:"),
         aliases="decay_lr",
     )
@@ -665,7 +665,7 @@ class Train:
     hang_seconds: float = option(
         60.0,
         "end the run if a step takes longer than this time in seconds and longer than ten usual "
-        "steps; 0: never",
+        "steps; 0: never. The first step may take 30 minutes",
         may_change=True,
     )
     init_from: str = option(
@@ -740,7 +740,7 @@ class Parallel:
     cpu_devices: Positive = option(
         1,
         "number of devices into which the CPU of a machine without accelerators is split; on two "
-        "cores, a step of a small model takes 10 to 20 % less time with two devices than with one "
+        "cores, a step of a small model takes less time with two devices than with one "
         "(docs/performance.md)",
     )
     fsdp_gather: Literal["auto", "layer", "step"] = option(

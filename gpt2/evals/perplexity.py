@@ -53,9 +53,11 @@ def validation(
         loss = mean_loss(scores)
         task = f"validation {name}".strip()
         convention = (
-            f"validation split of {name or data.corpus}; "
-            f"windows of {scorer.context_length} tokens that do not overlap"
+            f"validation split of {name or data.corpus} (val_fraction="
+            f"{data.val_fraction:g}); windows of {scorer.context_length} tokens that do not overlap"
         )
+        if data.document_mask:
+            convention += "; attention within documents"
         figures += [
             Figure(task, "loss (nats per token)", *loss, convention),
             Figure(task, "perplexity per token", *loss.exp(), convention),
@@ -99,13 +101,6 @@ def compression(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure
         # An incremental decoder drops a character that is cut off at the end of the file.
         text = codecs.getincrementaldecoder("utf-8")().decode(content)
         require(text, "the file is empty")
-    _, lost = tokenizer.encode_counting(text)
-    if lost:
-        raise UserError(
-            f"The tokenizer {tokenizer.name} cannot encode {lost:,} bytes of {path}, "
-            "so bits per byte would not include all of the text",
-            "Score a model whose tokenizer can encode all characters",
-        )
     task = path.name
     scores = _score(scorer, tokenizer, text, task)
     bits = mean_loss(scores, len(text.encode())).scaled(1 / math.log(2.0))
@@ -118,9 +113,16 @@ def _score(scorer: Scorer, tokenizer: Tokenizer, text: str, label: str) -> list[
 
     The first token of a text cannot be scored, because it has no context. If the tokenizer has an
     end-of-text token, it is therefore put before the text. `label` names the text in the progress
-    bar.
+    bar. Raise a UserError if the tokens do not preserve the text.
     """
-    tokens = tokenizer.encode(text).tolist()
+    encoded, lost = tokenizer.encode_counting(text)
+    if lost:
+        raise UserError(
+            f"The tokenizer {tokenizer.name} cannot encode {lost:,} bytes of the text, so the score"
+            " would not include all of it",
+            "Score a model whose tokenizer can encode all characters",
+        )
+    tokens = encoded.tolist()
     if tokenizer.eot is not None:
         tokens.insert(0, tokenizer.eot)
     requests = windows(tokens, scorer.context_length, scorer.stride)

@@ -142,9 +142,8 @@ class Scorer:
         """
         buckets = defaultdict[int, list[int]](list)
         for index, request in enumerate(requests):
-            num_tokens = len(request.tokens)
-            self.num_tokens += num_tokens
-            buckets[bucket(num_tokens, self.context_length)].append(index)
+            length = bucket(len(request.tokens), self.context_length)
+            buckets[length].append(index)
         if self._params is None:
             return [Score(-1.0, 1, False)] * len(requests)
         batches = []
@@ -159,6 +158,7 @@ class Scorer:
         for length, size, rows in track(
             batches, label, console=self._console, disable=hidden
         ):
+            self.num_tokens += size * length
             members = [requests[row] for row in rows]
             batch = jax.device_put(_pad(members, size, length), self._rows)
             result = run_alone(self._score, self._params, batch)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gpt2.config import DataConfig, load_config
 from gpt2.data import prepare_dataset
-from gpt2.data.datasets import Recorded, refuse_other
+from gpt2.data.datasets import Recorded, read_mixture, refuse_other
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import UserError, require_choice
 from gpt2.evals.core import core
@@ -91,7 +91,9 @@ def validation_data(
     if val_fraction is None:
         val_fraction = data.val_fraction
     # A different fraction may select other documents, on some of which the run was trained.
-    if has_corpus and corpus == data.corpus and val_fraction != data.val_fraction:
+    trained = set(read_mixture(data.corpus) or [data.corpus])
+    overlaps = not trained.isdisjoint(read_mixture(corpus) or [corpus])
+    if has_corpus and overlaps and val_fraction != data.val_fraction:
         raise UserError(
             f"--val_fraction={val_fraction} may select text that the run was trained on",
             f"Leave the flag out, or use the run's fraction, {data.val_fraction}",

@@ -112,12 +112,15 @@ def ends_together() -> Iterator[None]:
                 "Run the same commands again to continue."
             )
         message, code = describe_exit(error) or (message, 1)
+        if isinstance(error, SystemExit) and isinstance(error.code, int):
+            code = error.code or 1
         exit_process(message, code)
 
 
 def is_lost_peer(error: BaseException) -> bool:
     """Return whether an error usually means that another process of the run has ended."""
-    return isinstance(error, RuntimeError) and bool(_LOST_PEER.search(str(error)))
+    is_of_jax = isinstance(error, jax.errors.JaxRuntimeError)
+    return is_of_jax and bool(_LOST_PEER.search(str(error)))
 
 
 def _find_launcher() -> str | None:

@@ -27,8 +27,6 @@ _SINGLE_STEP = {
     "train/skipped_steps",
     "train/bad_in_a_row",
 }
-# The means of these metrics leave out steps whose gradients are not finite.
-_OF_GRADIENTS = {"train/gradient_noise", "train/gradient_signal"}
 
 
 class Reporter(AbstractContextManager):
@@ -115,10 +113,10 @@ class Reporter(AbstractContextManager):
         self._call_writers(lambda writer: writer.step(step))
         is_due = step % self._options.log_every == 0
         if is_due or step in (1, self._options.num_steps):
+            # The means are NaN if all steps since the last line were skipped.
+            steps = self._unlogged or [dict.fromkeys(values, math.nan)]
             for name in values.keys() - _SINGLE_STEP:
-                known = [each[name] for each in self._unlogged if name in each]
-                # The mean is NaN if all steps since the last line were skipped.
-                values[name] = statistics.fmean(known or [math.nan])
+                values[name] = statistics.fmean(metrics[name] for metrics in steps)
             self._unlogged.clear()
             # This is the ratio of means, not the mean of ratios, because the estimates of a single
             # step vary too much.
@@ -142,11 +140,10 @@ class Reporter(AbstractContextManager):
             what = "The gradients are" if math.isfinite(loss) else "The loss is"
             raise DivergedError(step, what, before=True)
         if not bad_in_a_row:
-            known = dict(values)
-            if not math.isfinite(grad_norm):  # an overflow of float16
-                for name in _OF_GRADIENTS & known.keys():
-                    del known[name]
-            self._unlogged.append(known)
+            if (
+                is_finite
+            ):  # otherwise, float16 has overflowed, and the step was not taken
+                self._unlogged.append(dict(values))
             return
         if jax.process_index() == 0:
             log(

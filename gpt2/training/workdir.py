@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from gpt2.config import Config, flatten, load_config
+from gpt2.config import Config, TrainConfig, flatten, load_config
 from gpt2.config.options import OPTIONS
 from gpt2.data import Dataset
 from gpt2.data.datasets import read_mixture, refuse_other
@@ -141,7 +141,7 @@ def refuse_changes(workdir: Path, config: Config) -> None:
     if not now["model.vocab_size"]:  # The data are not prepared yet.
         del saved["model.vocab_size"]
     # Files may move: `check_data` compares their content.
-    if reads_files(saved["data.corpus"]) and reads_files(now["data.corpus"]):
+    if _without_paths(saved["data.corpus"]) == _without_paths(now["data.corpus"]):
         del saved["data.corpus"]
     if is_path(saved["data.tokenizer"]) and is_path(now["data.tokenizer"]):
         del saved["data.tokenizer"]
@@ -168,6 +168,14 @@ def refuse_changes(workdir: Path, config: Config) -> None:
             f"more than train.num_steps={num_steps}",
             "Give another --workdir, or a larger train.num_steps",
         )
+
+
+def _without_paths(corpus: str) -> list[tuple[str, object]]:
+    """Return the name (empty if it is a path) and the weight of each corpus in `data.corpus`."""
+    parts = read_mixture(corpus) or {corpus: 1}
+    return [
+        ("" if reads_files(name) else name, weight) for name, weight in parts.items()
+    ]
 
 
 def deciding_options(config: Config) -> dict[str, Any]:
@@ -248,6 +256,21 @@ def is_finished(workdir: Path, config: Config, start: int) -> bool:
             sys.stdout,
         )
     return is_finished
+
+
+def lacks_scores(workdir: Path, options: TrainConfig, start: int) -> bool:
+    """Return whether the validation of step `start` was due, but its scores are not known.
+
+    A signal may have interrupted the validation. The scores of the last step count as not known,
+    because a finished run prints all of them, and metrics.jsonl may be damaged.
+    """
+    records = read_metrics(workdir / "metrics.jsonl")
+    is_logged = any(
+        record["step"] == start and "eval/loss" in record for record in records
+    )
+    is_due = start > 0 and options.is_due(start, options.eval_every)
+    lacks = is_due and (start == options.num_steps or not is_logged)
+    return bool(distributed.from_first(lacks))
 
 
 @distributed.only_first

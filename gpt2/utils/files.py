@@ -124,7 +124,9 @@ def is_locked(path: Path) -> bool:
     """Return whether a process holds the lock on the file `path`. It may be this process."""
     if not path.exists():
         return False
-    with open(path) as file:
+    is_writable = os.access(path, os.W_OK)
+    # On NFS, only a file that is open for writing can be locked.
+    with open(path, "r+" if is_writable else "r") as file:
         return not try_lock(file.fileno())
 
 

@@ -37,7 +37,10 @@ def mirrored(url: str, folder: Path) -> Iterator[None]:
         try:
             push(url, folder)
         except UserError as error:
-            lost = UserError(error.what, f"All files are in {folder}", exit_code=5)
+            remedy = f"All files are in {folder}"
+            if isinstance(error, TakenOver):
+                remedy += "; if you repeat the command, it stops the other run"
+            lost = UserError(error.what, remedy, exit_code=5)
             if is_done:
                 raise lost from None
             warn(str(lost))

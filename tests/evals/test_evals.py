@@ -5,6 +5,7 @@ import json
 import math
 import random
 from os.path import commonprefix
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -20,7 +21,7 @@ from gpt2.evals import scoring
 from gpt2.evals.core import Example, Task, core
 from gpt2.evals.examples import hellaswag, lambada
 from gpt2.evals.figures import mean, ratio
-from gpt2.evals.perplexity import detokenize, wikitext
+from gpt2.evals.perplexity import compression, detokenize, wikitext
 from gpt2.evals.run_tasks import RunTasks
 from gpt2.evals.scoring import Score, Scorer, continuation, windows
 from gpt2.evals.tasks import TASKS, validation_data
@@ -222,6 +223,20 @@ def test_wikitext_is_scored_by_token_and_by_word(scorer, tmp_path):
     assert figures["perplexity per word"].value == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize("task", [wikitext, compression])
+def test_a_text_that_the_tokenizer_does_not_preserve_is_not_scored(
+    task, scorer, tmp_path
+):
+    def encode(text):
+        return BYTES.encode(text[:-2]), 2
+
+    tokenizer = SimpleNamespace(name="lossy", eot=BYTES.eot, encode_counting=encode)
+    path = tmp_path / "text"
+    path.write_text("A text.\n")
+    with pytest.raises(UserError, match="lossy cannot encode 2 bytes"):
+        task(scorer, tokenizer, path)
+
+
 def test_bits_are_by_bytes_of_text_that_is_not_ascii(scorer, tmp_path):
     text = "Zwölf Boxkämpfer jagen 漢字 quer über den Deich 😀"
     num_bytes = len(text.encode())
@@ -259,9 +274,10 @@ def test_validation_scores_text_that_the_run_did_not_train_on(tmp_path, monkeypa
     data, _ = validation_data(run, None, "", None)
     assert data.corpus == "pystdlib"
     # Other fractions select other documents, not fewer of the same ones.
-    for fraction in (0.3, 0.001):
-        with pytest.raises(UserError, match="the run was trained on"):
-            validation_data(run, None, "pystdlib", fraction)
+    for corpus in ("pystdlib", "0.5*pystdlib+0.5*synthetic"):
+        for fraction in (0.3, 0.001):
+            with pytest.raises(UserError, match="the run was trained on"):
+                validation_data(run, None, corpus, fraction)
     for corpus, fraction in (("pystdlib", 0.25), ("synthetic", 0.1)):
         data, _ = validation_data(run, None, corpus, fraction)
         assert data.val_fraction == fraction

@@ -396,6 +396,15 @@ def test_a_curve_has_tokens_flops_and_seconds_of_training(tmp_path):
     np.testing.assert_allclose(curve.flops, flops(run.config, 1) * steps)
 
 
+def test_the_time_of_a_validation_is_between_those_of_the_log_lines_around_it(tmp_path):
+    lines = ({"step": 20, "eval/loss": 5.0}, {"step": 40, "perf/step_seconds": 0.5})
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(f"{json.dumps(x)}\n" for x in lines)
+    )
+    curve = read_curve(tmp_path, "eval/loss", float, float)
+    assert curve.seconds == [10.0]
+
+
 def test_the_report_says_what_differs_and_opens_without_a_network(tmp_path):
     sweep = filled(tmp_path / "a<b", num_seeds=5)
     text = report_of(sweep)

@@ -16,6 +16,7 @@ from tests.helpers import (
     patched,
     run,
     struck,
+    succeed,
     thorough,
 )
 
@@ -175,6 +176,12 @@ def test_a_signal_ends_a_wait_for_text_and_the_state_is_saved(
     if saved:
         assert f"stopped by {number.name} at step {saved}" in stdout
         assert metrics_of(workdir)[-1]["step"] == saved
+    if function == "endless":  # a validation that is repeated by the next start
+        assert "eval/loss" not in metrics_of(workdir)[-1]
+        options.append("--config.train.eval_batches=1")
+        succeed(workdir, *options, script=ROOT / "train.py", cwd=tmp_path)
+        lines = {line["step"]: line for line in metrics_of(workdir)}
+        assert {"train/loss", "eval/loss"} <= lines[saved].keys()
 
 
 STOPPED = """

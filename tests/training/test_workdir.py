@@ -169,6 +169,16 @@ def test_a_run_continues_on_its_text_wherever_that_lies(tmp_path, begun):
         resume(other)
 
 
+def test_a_mixture_continues_with_its_weights_wherever_its_texts_lie(tmp_path, begun):
+    begin, resume = begun
+    here, there = (data_at(tmp_path / name)["corpus"] for name in ("here", "there"))
+    data = data_at(tmp_path / "unused")
+    begin(data | {"corpus": f"3*{here}+1*synthetic"})
+    resume(data | {"corpus": f"3*{there}+1*synthetic"})
+    with pytest.raises(UserError, match=r"run with data\.corpus="):
+        resume(data | {"corpus": f"1*{there}+1*synthetic"})
+
+
 def test_a_run_continues_with_its_tokenizer_wherever_that_lies(tmp_path, begun):
     begin, resume = begun
     characters = sorted(set("".join(DOCUMENTS)))

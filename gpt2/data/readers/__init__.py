@@ -1,7 +1,7 @@
 """Readers of corpora, one for each prefix.
 
 To add a prefix, write a function that opens its corpora in one of this folder's files, and add a
-row to the table `READERS` of that file.
+row to the table `READERS` of that file. If the file is new, add its table to `READERS` below.
 """
 
 from collections.abc import Callable

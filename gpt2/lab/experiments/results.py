@@ -94,18 +94,20 @@ def read_curve(workdir: Path, score: str, tokens: Amount, flops: Amount) -> Curv
     steps.
     """
     points = []
-    seconds = 0.0
-    before = 0
+    logged = [0]  # steps whose times are known
+    seconds = [0.0]
     for record in read_metrics(workdir / "metrics.jsonl"):
         step = record["step"]
         if "perf/step_seconds" in record:
-            seconds = seconds + (step - before) * record["perf/step_seconds"]
-            before = step
+            passed = (step - logged[-1]) * record["perf/step_seconds"]
+            seconds.append(seconds[-1] + passed)
+            logged.append(step)
         value = record.get(score)
         if value is not None:
-            points.append((tokens(step), flops(step), seconds, value))
+            points.append((tokens(step), flops(step), step, value))
     table = np.array(points, dtype=np.float64)
     columns = table.reshape(-1, 4).T
+    columns[2] = np.interp(columns[2], logged, seconds)
     return Curve(*columns)
 
 

@@ -29,9 +29,9 @@ def main(*paths: str) -> None:
         )
     folder, file = find_trace(fetch(paths[0]))
     text = describe(break_down(read_trace(file)))
+    print(text, end="")
     if not is_url(paths[0]):
         write_text(folder / "profile.txt", text)
-    print(text, end="")
 
 
 if __name__ == "__main__":
