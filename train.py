@@ -13,7 +13,7 @@ if __name__ == "__main__":
 import math
 import sys
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -51,6 +51,7 @@ make_program = partial(
     schedule=make_schedule,
     optimizer=make_optimizer,
 )
+CONTINUE = "to continue, repeat the command"
 
 
 class Hook(NamedTuple):
@@ -67,7 +68,7 @@ def main() -> int:
     config = cli.parse_config()
     options = config.train
     args = flags.FLAGS
-    exit_at_interrupt("to continue, repeat the command")
+    exit_at_interrupt(CONTINUE)
     distributed.initialize(args.coordinator, args.num_processes, args.process_index)
     location = args.workdir or f"runs/{cli.config_name()}"
     folder.require_same_start(config, workdir=location)
@@ -139,8 +140,7 @@ def train(
     scores: dict[int, dict[str, float]] = {}  # of the newest validation, by its step
     reporter = Reporter.for_run(config, clock, workdir, start)
     recorder = TraceRecorder(workdir, config.logging, start)
-    start_over = partial(first_state, program, batches.dataset)
-    diagnosis = Diagnosis(program, batches, workdir, checkpointer, steps, start_over)
+    diagnosis = Diagnosis(program, batches, workdir, checkpointer, steps, first_state)
     stop = StopSignal()
     upcoming = batches.train(start, options.num_steps, checkpointer.position(start))
 
@@ -191,9 +191,8 @@ def train(
                 reporter.step(step, metrics, norms)
 
                 stops = stop.reached(step)
-                validates = options.is_due(step, options.eval_every)
                 saves = stops or options.is_due(step, options.checkpoint_every)
-                if validates:
+                if options.is_due(step, options.eval_every):
                     scores = {step: score()}
                     reporter.write(step, scores[step])
                     with clock.phase("checkpoint"):  # waits for the last save
@@ -209,17 +208,15 @@ def train(
             with clock.phase("diagnosis"):
                 raise diagnosis.explain(error, state) from None
         except (Exception, SystemExit):  # from validation, tasks, user code, ...
-            with suppress(DivergedError):  # The state is then not saved.
-                if checkpointer.can_rescue(state, step):
-                    reporter.catch_up()
-                    save()
+            if checkpointer.can_rescue(state, step):
+                reporter.catch_up()
+                save()
             raise
         with clock.phase("checkpoint"):
             checkpointer.wait()
     checkpointer.raise_failure()
     if stop.requested and stop.is_agreed:
-        reason = f"stopped by {stop.requested.name} at step {step}"
-        log(f"{reason}; to continue, repeat the command", sys.stdout)
+        log(f"stopped by {stop.requested.name} at step {step}; {CONTINUE}", sys.stdout)
         return 128 + stop.requested
 
     params = gather_whole(state.eval_params, program.backend.mesh)

@@ -17,6 +17,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from gpt2.data import Dataset
 from gpt2.errors import DivergedError, UserError
 from gpt2.model.gpt import Params
 from gpt2.parallel import gather_whole
@@ -41,7 +42,7 @@ _LAYER = re.compile(r"^h_(\d+)")
 class Diagnosis:
     """A search for the first tensor with NaN or Inf, after a run has diverged.
 
-    `first_state` returns the state before step 1.
+    `first_state(program, dataset)` returns the state before step 1.
     """
 
     program: Program
@@ -49,7 +50,7 @@ class Diagnosis:
     workdir: Path
     checkpointer: Checkpointer
     steps: CompiledSteps
-    first_state: Callable[[], TrainState]
+    first_state: Callable[[Program, Dataset], TrainState]
 
     def explain(self, error: DivergedError, state: TrainState) -> UserError:
         """Return the error that ends the run, and that names the first tensor with NaN or Inf.
@@ -97,7 +98,7 @@ class Diagnosis:
             if start:
                 state = self.checkpointer.restore(start, program)
             else:
-                state = self.first_state()
+                state = self.first_state(program, self.batches.dataset)
         for count in range(start + 1, error.step):
             batch = next(repeated)
             if repeats_steps:

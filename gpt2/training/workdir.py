@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -170,9 +171,9 @@ def refuse_changes(workdir: Path, config: Config) -> None:
         )
 
 
-def _without_paths(corpus: str) -> list[tuple[str, object]]:
+def _without_paths(corpus: str) -> list[tuple[str, Fraction]]:
     """Return the name (empty if it is a path) and the weight of each corpus in `data.corpus`."""
-    parts = read_mixture(corpus) or {corpus: 1}
+    parts = read_mixture(corpus) or {corpus: Fraction(1)}
     return [
         ("" if reads_files(name) else name, weight) for name, weight in parts.items()
     ]

@@ -67,7 +67,7 @@ def diagnose(tmp_path, program, planted, poison=(None, None)):
     step = compiled(program)
     steps = {program.config.shapes.at(1): (step, None)}
 
-    def first_state():
+    def first_state(*_):
         return planted(program.init_state())
 
     diagnosis = Diagnosis(program, batches, tmp_path, CHECKPOINTER, steps, first_state)

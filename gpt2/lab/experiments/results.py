@@ -63,7 +63,6 @@ def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
             "seed": run.config.seed,
             "state": outcome.state,
             "code": " ".join(sorted(run.codes())),
-            "parameters": run.parameters(),
             "steps": steps,
             "tokens": tokens(steps),
             "flops": flops_of(steps),

@@ -9,7 +9,6 @@ import functools
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -153,13 +152,6 @@ class Run:
             saved = latest_step(self.workdir) or 0
             trained = {start["code"] for start in starts if start["step"] < saved}
             return trained | {hash_code(self.source)}
-
-    def parameters(self) -> str:
-        """Return the number of parameters from the run's log, such as `1.3M`, or "" if unknown."""
-        path = self.folder / "log.txt"
-        log = path.read_text(errors="replace") if path.exists() else ""
-        match = re.search(r"(\S+) parameters", log)
-        return match[1] if match else ""
 
     def prepare(self) -> None:
         """Write config.json for train.py, and remove the outcome of an earlier attempt."""
