@@ -26,10 +26,11 @@ def check_split(path: tuple, leaf: Tree, sharding: NamedSharding) -> None:
         sharding.shard_shape(leaf.shape)
     except ValueError:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        mesh = dict(sharding.mesh.shape)
+        axes = sharding.mesh.shape.items()
+        sizes = " ".join(f"{axis}={size}" for axis, size in axes if size > 1)
         raise UserError(
-            f"{name} has the shape {leaf.shape}, which {sharding.spec} cannot split evenly over "
-            f"the mesh {mesh}",
+            f"A mesh with {sizes} cannot split {name} evenly, because its shape is {leaf.shape} "
+            f"and it is split as {sharding.spec}",
             "Choose other sizes for parallel.data, parallel.fsdp and parallel.tensor, or other "
             "parallel.rules",
         ) from None

@@ -422,10 +422,11 @@ def test_a_run_that_failed_is_not_repeated_after_a_kill(ideas):
 @pytest.mark.parametrize(
     ("loss", "reason"),
     [
-        (4.05, "even 16 pairs, twice --pairs, are unlikely to show a gain"),
+        (4.05, "a gain is unlikely to show, even within 16 pairs (twice --pairs)"),
         (
             3.9935,
-            "8 pairs are unlikely to show a gain, but 16 might; to continue, use --pairs=16",
+            "a gain is unlikely to show within 8 pairs, but may show within 16; to"
+            " continue, use --pairs=16",
         ),
     ],
 )

@@ -167,12 +167,12 @@ def _decide(ledger: Ledger, idea: Idea, pairs: int, least: float) -> tuple[Answe
         why = f"{pairs} pairs are used up; to continue, use --pairs={more}"
         return Answer.UNDECIDED, why
     if is_futile(differences, more, level):
-        why = f"even {more} pairs, twice --pairs, are unlikely to show a gain"
+        why = f"a gain is unlikely to show, even within {more} pairs (twice --pairs)"
         return Answer.DISCARD, why
     if is_futile(differences, pairs, level):
         why = (
-            f"{pairs} pairs are unlikely to show a gain, but {more} might; to continue, use"
-            f" --pairs={more}"
+            f"a gain is unlikely to show within {pairs} pairs, but may show within {more}; to"
+            f" continue, use --pairs={more}"
         )
         return Answer.DISCARD, why
     return Answer.OPEN, ""

@@ -71,7 +71,8 @@ def search(
                     log(f"compiling {flags or 'the given options'}")
                     results[flags] = _try(with_options(config, changed), devices, board)
             except UserError as error:  # all variants of the layout fail
-                log(f"    skipped: {error.what}")
+                reason = textwrap.fill(f"skipped: {error.what}", 76)
+                log(textwrap.indent(reason, "    "))
                 break
             if not results[flags].fails:
                 break
