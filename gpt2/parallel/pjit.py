@@ -110,7 +110,8 @@ class PjitBackend:
         if strategy != "auto":
             parts.append(strategy)
         if self.mesh.shape["fsdp"] > 1 and strategy != "zero1":
-            parts.append(f"parameters gathered by {self.gather_by}")
+            when = "once per step" if self.gather_by == "step" else "at each layer"
+            parts.append(f"parameters gathered {when}")
         return ", ".join(parts)
 
     def state_shardings(self, state: State) -> State:

@@ -411,7 +411,7 @@ def test_the_report_says_what_differs_and_opens_without_a_network(tmp_path):
     row = re.compile(r"^\| (\S+) \| 5 \|.*\| ([^|]+) \|$", re.MULTILINE)
     found = dict(row.findall(text.split("## Pairs")[0]))
     assert found["optim.name=lion"] == "better"
-    assert found["optim.name=muon"].startswith("undecided: at most ±0.0")
+    assert found["optim.name=muon"] == "undecided"
     assert "| optim.name=lion | optim.name | lion | adamw |" in text
     page = (sweep.root / "report.html").read_text()
     assert "<title>a&lt;b</title>" in page
@@ -1025,7 +1025,7 @@ def test_the_table_on_the_screen_has_at_most_80_columns(capsys):
     name = "optim.learning_rate=0.001," * 8
     interval = "(-0.0400 to -0.0200)"
     row = {"arm": name, "difference": "-0.0300", "interval": interval}
-    row |= {"verdict": "undecided: at most ±0.03", "mean ± sd": "4.1"}
+    row |= {"verdict": "undecided", "mean ± sd": "4.1"}
     baseline = {"arm": "baseline", "runs": "3", "mean ± sd": "4.1 ± 0.1"}
     print_verdicts(pd.DataFrame([baseline, row]))
     first, _, *lines, _, _ = capsys.readouterr().out.splitlines()

@@ -211,7 +211,7 @@ def test_several_arms_have_the_wider_of_dunnetts_and_welchs_intervals():
         assert verdict.high == pytest.approx(high, abs=0.01)
         assert verdict.difference == pytest.approx(np.mean(drug) - np.mean(control))
     assert verdicts[0].p_value == pytest.approx(0.6200, abs=5e-4)  # Dunnett's
-    assert verdicts[0].words.startswith("undecided: at most ±")
+    assert verdicts[0].words == "undecided"
 
 
 def test_one_arm_has_the_wider_of_students_and_welchs_intervals():

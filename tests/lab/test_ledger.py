@@ -591,7 +591,9 @@ def test_a_dry_run_tells_pairs_and_minutes(ideas, monkeypatch, capsys):
     ideas("optim.name=lion", dry_run=True, json=False)
     text = capsys.readouterr().out
     assert "in standard deviations of a difference" in text
-    assert text.startswith("Pairs of start and optim.name=lion, at most 8:\n")
+    assert text.startswith(
+        "Pairs of start (configs/quickstart.py) and optim.name=lion, at most 8:\n"
+    )
     for word in ("nan", "inf", "?"):
         assert word not in text
     ideas("optim.beta2=0.97")

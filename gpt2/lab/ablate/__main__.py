@@ -59,7 +59,12 @@ def _read_sweep(root: Path, slots: Sequence[Slot]) -> list[Sweep]:
             "--vary is missing, so there is nothing to compare",
             "Add --vary=OPTION=VALUE,..., or --seeds=N to train only the config, with N seeds",
         )
-    arms = make_arms(cli.parse_config(), FLAGS.vary, one_at_a_time=FLAGS.one_at_a_time)
+    arms = make_arms(
+        cli.parse_config(),
+        FLAGS.vary,
+        one_at_a_time=FLAGS.one_at_a_time,
+        fixed=cli.overrides(),
+    )
     if FLAGS.vary and len(arms) == 1:
         raise UserError(
             f"--vary={FLAGS.vary[0]} contains only the baseline's values",

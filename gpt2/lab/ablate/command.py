@@ -133,8 +133,10 @@ def main(
     while True:
         for number, sweep in enumerate(sweeps, start=1):
             _check_sizes(sweeps, to_come=True)
-            runs = [*sweep.pending_tuning_runs(), *sweep.runs()]
+            runs = sweep.all_runs()
             size = f"size {number} of {len(sweeps)}: " if len(sweeps) > 1 else ""
+            if sweep.pending_tuning_runs():
+                size += "tuning first, then the compared runs: "
             print(f"{size}{counted(len(runs), 'run')}, in {sweep.root}", flush=True)
             train_all(runs, slots, sweep.score)
         grown = with_next_seeds(sweeps, words)

@@ -107,9 +107,6 @@ def print_verdicts(
         titles = ["arm", "difference", "95% interval", "verdict"]
         shown = table[1:].rename(columns={"interval": "95% interval"})
         shown = shown.reindex(columns=titles, fill_value="")
-        # "at most ±X" is left out, because the interval also shows how large the difference may be.
-        undecided = f"{Decision.UNDECIDED}: .*"
-        shown["verdict"] = shown.verdict.replace(undecided, "undecided", regex=True)
         print_table(shown)
         pairs = "the mean over pairs of " if paired else ""
         contained = "all intervals contain the true differences"
@@ -157,10 +154,11 @@ def _draw(
     baseline = sweep.arms[0].name
     mean = samples[baseline].mean
     shown = {baseline: Verdict(0.0, "baseline", mean), **verdicts}
-    zero = samples[baseline].scores if sweep.paired else mean
     dots = {}
     curves = {}
     for arm in sweep.arms:
+        # The baseline's mean over the seeds of the arm's verdict. With `paired`, its run's loss.
+        zero = samples[baseline].scores if sweep.paired else shown[arm.name].baseline
         if not sweep.paired or arm.name != baseline:  # its pairs would all be at 0
             dots[arm.name] = (samples[arm.name].scores - zero).dropna()
         validated = [

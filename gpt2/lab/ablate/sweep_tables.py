@@ -153,9 +153,9 @@ def tuning_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
 
 
 def tuning_notes(sweep: Sweep) -> list[str]:
-    """Return a sentence for each chosen value that is the smallest or the largest in `--tune`.
+    """Return a sentence for each chosen value that is the smallest or the largest value tried.
 
-    A value beyond the end of the list in `--tune` may be better.
+    A value beyond the values tried may be better.
     """
     notes = []
     for arm, choice in sweep.chosen.items():
@@ -177,7 +177,7 @@ def tuning_notes(sweep: Sweep) -> list[str]:
             else:
                 continue
             notes.append(
-                f"The best {name} of {arm}, {chosen}, is the {which} value in --tune. A {further}"
-                f" value may be better: start a new sweep with {further} values in --tune."
+                f"The best {name} of {arm}, {chosen}, is the {which} value tried. A {further} value"
+                f" may be better: start a new sweep with {further} values in --tune."
             )
     return notes

@@ -88,7 +88,7 @@ class Verdict:
     """The verdict on one arm. If no test applies, the numbers that a test computes are NaN."""
 
     difference: float  # arm - baseline
-    # A Decision, "undecided: at most ±0.0123", or why there is no verdict.
+    # A Decision, or why there is no verdict.
     words: str
     baseline: float  # the baseline's mean score, subtracted from the arm's
     # The ends of the interval of the difference. The intervals of all arms hold simultaneously.
@@ -155,7 +155,7 @@ def _decide(low: float, high: float) -> str:
         return Decision.BETTER
     if low > 0:
         return Decision.WORSE
-    return f"{Decision.UNDECIDED}: at most ±{max(-low, high):.3g}"
+    return Decision.UNDECIDED
 
 
 def _test(

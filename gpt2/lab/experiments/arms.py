@@ -7,12 +7,11 @@ import itertools
 import json
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import scipy  # its submodules are imported when they are used
 
-from gpt2 import cli
 from gpt2.config import (
     Config,
     flatten,
@@ -140,14 +139,21 @@ def refuse_differences(
         raise UserError(f"{what} with {'; '.join(texts)}", remedy)
 
 
-def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> list[Arm]:
+def make_arms(
+    config: Config,
+    vary: Sequence[str],
+    *,
+    one_at_a_time: bool,
+    fixed: Collection[str] = (),
+) -> list[Arm]:
     """Return the arms of a comparison. The first one is the baseline, whose config is `config`.
 
     Each element of `vary` is `OPTION=VALUE,...`, `recipe=FILE,...` or `code=BRANCH,...`. The branch
     `.` is the working tree. A value may set further options, as in
     `optim.name=muon+optim.weight_decay=0.0`. After `code=BRANCH`, these may be options that only
     the branch has. A value that contains a comma has to be quoted. There is an arm for each
-    combination of the elements' values or, with `one_at_a_time`, for each single value.
+    combination of the elements' values or, with `one_at_a_time`, for each single value. A recipe
+    replaces all options of `config` except those in `fixed`.
     """
     axes = [_read_axis(text) for text in vary]
     points: Iterable[Sequence[Settings]] = itertools.product(*axes)
@@ -167,7 +173,7 @@ def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> li
         if not labels:
             continue  # this point is the baseline
         name = _folder_name(",".join(labels))
-        arm = _make_arm(config, point, name)
+        arm = _make_arm(config, point, name, fixed)
         if arms.setdefault(name, arm) != arm:
             raise UserError(
                 f"Two arms have the name {name}", "Rename one of the recipes"
@@ -199,7 +205,7 @@ def draw_trials(tune: Sequence[str], number: int) -> str:
             f"--trials={number} has no effect without --tune",
             "Add for example --tune=optim.learning_rate=1e-3..1e-2",
         )
-    trials = []
+    trials = dict[str, None]()  # without duplicates
     halton = scipy.stats.qmc.Halton(len(ranges), scramble=False)
     for point in halton.random(number + 1)[1:]:  # the first point has all lower ends
         settings = []
@@ -209,7 +215,7 @@ def draw_trials(tune: Sequence[str], number: int) -> str:
                 value = low * (high / low) ** fraction
             digits = ".0f" if OPTIONS[name].kind is int else ".3g"
             settings.append(f"{name}={value:{digits}}")
-        trials.append("+".join(settings))
+        trials["+".join(settings)] = None
     first = f"{ranges[0][0]}="
     return first + ",".join(trial.removeprefix(first) for trial in trials)
 
@@ -307,7 +313,9 @@ def _label(value: Settings) -> str:
     return re.sub(r"[^\w.,=+-]+", "_", text)  # the label becomes the name of a folder
 
 
-def _make_arm(config: Config, values: Sequence[Settings], name: str) -> Arm:
+def _make_arm(
+    config: Config, values: Sequence[Settings], name: str, fixed: Collection[str]
+) -> Arm:
     # Set all options together, because some are valid only in combination.
     options: dict[str, Setting] = {}
     for value in values:
@@ -321,9 +329,8 @@ def _make_arm(config: Config, values: Sequence[Settings], name: str) -> Arm:
         commit = find_commit(str(options.pop(_CODE, WORKING_TREE)))
         if _RECIPE in options:
             recipe = options_from(_READ, str(options.pop(_RECIPE)), SOURCE)
-            # Overrides on the command line apply to all arms.
-            overrides = {key: get_option(config, key) for key in cli.overrides()}
-            config = with_options(Config.from_dict(recipe), overrides)
+            kept = {key: get_option(config, key) for key in fixed}
+            config = with_options(Config.from_dict(recipe), kept)
         usual = flatten(config.to_dict())
         return Arm.from_options(name, usual | options, commit)
     except UserError as error:

@@ -6,8 +6,7 @@ from enum import StrEnum, auto
 class Decision(StrEnum):
     """What a sweep or a ladder decides about an arm.
 
-    A sweep adds to `undecided` how large the difference may be: `undecided: at most ±0.0123`. An
-    arm that cannot be judged, for example because a run diverged, has a sentence with the reason
+    An arm that cannot be judged, for example because a run diverged, has a sentence with the reason
     instead of a decision.
     """
 

@@ -79,7 +79,12 @@ def _make_sweeps(root: Path, slots: Sequence[Slot]) -> list[Sweep]:
             " different numbers of layers",
             "Give for example --depths=2,3,4,6",
         )
-    arms = make_arms(cli.parse_config(), FLAGS.vary, one_at_a_time=FLAGS.one_at_a_time)
+    arms = make_arms(
+        cli.parse_config(),
+        FLAGS.vary,
+        one_at_a_time=FLAGS.one_at_a_time,
+        fixed=cli.overrides(),
+    )
     if len(arms) == 1:
         raise UserError(
             "--vary is missing or contains only values of the baseline, so nothing is compared",

@@ -63,7 +63,7 @@ def at_depth(arm: Arm, ratio: Fraction) -> Arm:
     unit = math.lcm(math.gcd(before, power_of_two), config.train.accumulate_steps)
     batch_size = unit * max(1, round(before * tokens**_BATCH_POWER / unit))
     batch = batch_size / before
-    num_steps = round(config.train.num_steps * tokens / batch)
+    num_steps = max(1, round(config.train.num_steps * tokens / batch))
     rate = math.sqrt(batch)
     # Each step shrinks weights by the fraction rate * weight_decay, also with muP. The weight decay
     # is scaled so that the sum of these fractions over the run stays the same.

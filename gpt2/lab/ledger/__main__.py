@@ -136,7 +136,7 @@ def main() -> int:
     root = find_root("ledger", FLAGS.ledger)
     with contextlib.redirect_stdout(sys.stderr if FLAGS.json else sys.stdout):
         ledger = _open_ledger(root)
-        _become_judge(root, ledger)
+        _become_judge(root, ledger.ideas[0].arm.commit)
         connect(FLAGS.cluster)
         idea = ledger.best
         if FLAGS.idea:
@@ -175,6 +175,9 @@ def _open_ledger(root: Path) -> Ledger:
         _refuse_changes(root, ledger, ledger.ideas[0].arm.config)
         return ledger
     config = cli.parse_config()
+    if not ledger.ideas:
+        # The working tree may have options that the ledger's first version does not have.
+        _become_judge(root, _find_first_commit())
     dataset = prepare_dataset(config.data)
     if not dataset.parts:
         raise UserError(
@@ -186,15 +189,25 @@ def _open_ledger(root: Path) -> Ledger:
     with files.locked(root / LOCK):
         ledger = read_ledger(root)
         if not ledger.ideas:
-            # If the idea is the working tree, it is compared with the last commit.
-            commit = find_commit("HEAD") if is_working_tree(FLAGS.idea) else snapshot()
+            commit = _find_first_commit()
             arm = Arm("000-start", config, commit=commit)
             screens = {depth: Sample() for depth in depths}
             code = hash_code(check_out(root, commit))
-            append(root, Idea(0, "start", 0, arm, code, screens))
+            text = f"start ({cli.config_file()})"
+            append(root, Idea(0, text, 0, arm, code, screens))
             return read_ledger(root)
     _refuse_changes(root, ledger, config)
     return ledger
+
+
+def _find_first_commit() -> str:
+    """Return the commit with which a new ledger starts, or "" without a git checkout."""
+    if (
+        CHECKOUT in os.environ
+    ):  # `_become_judge` has restarted the command with this commit
+        return SOURCE.name
+    # If the idea is the working tree, it is compared with the last commit.
+    return find_commit("HEAD") if is_working_tree(FLAGS.idea) else snapshot()
 
 
 def _refuse_changes(root: Path, ledger: Ledger, config: Config) -> None:
@@ -228,12 +241,13 @@ def _read_depths(config: Config) -> list[int]:
     return sorted(depths)
 
 
-def _become_judge(root: Path, ledger: Ledger) -> None:
-    """Restart the command with the code with which the ledger began, if other code is running.
+def _become_judge(root: Path, commit: str) -> None:
+    """Restart the command with the code of `commit`, unless this code is running.
 
-    Accepted ideas and edits of the working tree therefore do not change how ideas are judged.
+    The ledger began with this commit. Accepted ideas and edits of the working tree therefore do not
+    change how ideas are judged.
     """
-    source = check_out(root, ledger.ideas[0].arm.commit).resolve()
+    source = check_out(root, commit).resolve()
     if source != SOURCE.resolve():
         variables = {"PYTHONPATH": str(source), CHECKOUT: str(SOURCE)}
         # sys.orig_argv is the user's command line. In sys.argv, --config may have been changed.

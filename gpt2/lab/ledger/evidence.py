@@ -31,9 +31,7 @@ where K is the number of ideas that have been kept so far. An idea gets its t wh
 begins, even if its runs fail. So no gamma_t depends on scores, and all gamma_t add up to at most 1.
 Once an idea is kept, it is one of at least K + 1 kept ideas. The idea therefore adds at most
 alpha gamma_t E_n to the fraction of false ideas, and all ideas together add at most alpha in
-expectation, whatever the dependence of the e-values is. The proof assumes that an e-value is final
-when it is tested. Here an idea may also continue after K has grown because of the scores of other
-ideas. `python -m tests.programs.ledger_rates` simulates this, and docs/ledger.md has the rates.
+expectation, whatever the dependence of the e-values is.
 
 With --screen, an idea first trains pairs at smaller sizes, and is discarded if it is not better
 there. The null hypothesis remains that the idea does not lower the mean loss at the ledger's size.

@@ -6,7 +6,6 @@ from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
-from gpt2 import cli
 from gpt2.config import get_option
 from gpt2.config.options import OPTIONS
 from gpt2.errors import UserError
@@ -47,7 +46,8 @@ def make_idea(root: Path, ledger: Ledger, text: str, equal: str) -> Idea:
     if is_working_tree(text):
         # The name has the form of `git describe`, which git accepts as the name of a commit.
         value = _WORKING_TREE.sub(f"code=working-tree-0-g{snapshot()[:9]}", text)
-    arms = make_arms(best.config, [value], one_at_a_time=True)
+    fixed = [name for name, about in OPTIONS.items() if not about.is_recipe]
+    arms = make_arms(best.config, [value], one_at_a_time=True, fixed=fixed)
     if len(arms) > 2:
         raise UserError(
             f"--idea={text} names several ideas", "Use a separate command for each"
@@ -70,7 +70,7 @@ def make_idea(root: Path, ledger: Ledger, text: str, equal: str) -> Idea:
         )
     changed = _changed_code(best.commit, arm.commit)
     code = hash_code(check_out(root, arm.commit))
-    _refuse_unread(root, best, arm, changed)
+    _refuse_unread(root, ledger.ideas[0], best, arm, changed)
     if value != text and changed:
         text += f" ({', '.join(changed)})"
     _, arm = _equalize(root, [best, arm], equal)
@@ -154,15 +154,18 @@ def _changed_code(old: str, new: str) -> list[str]:
     return list(changed)
 
 
-def _refuse_unread(root: Path, best: Arm, arm: Arm, changed: Sequence[str]) -> None:
+def _refuse_unread(
+    root: Path, start: Idea, best: Arm, arm: Arm, changed: Sequence[str]
+) -> None:
     """Raise a UserError if an idea's code changes the config file or the default of an option.
 
-    Runs take their options from the ledger, and would ignore such a change. `changed` are the paths
-    of the files that the idea's code changes.
+    Runs take their options from the ledger, and would ignore such a change. `start` is the entry
+    with which the ledger started. `changed` are the paths of the files that the idea's code
+    changes.
     """
     remedy = "Add the options to the idea: --idea=code=BRANCH+OPTION=VALUE"
     for path in changed:
-        if path.startswith("configs/") and path in cli.config_file():
+        if path.startswith("configs/") and path in start.text:
             raise UserError(
                 f"The idea's code changes {path}, but runs take their options from the ledger",
                 remedy,
