@@ -8,6 +8,7 @@ from gpt2.utils import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
+import numpy as np
 from absl import flags
 
 from gpt2 import cli
@@ -33,9 +34,11 @@ def main() -> None:
     if flags.FLAGS.inspect:
         config = config.with_vocabulary(dataset.tokenizer.vocab_size)
         batch = dataset.open(config).batch(1, slice(0, config.data.batch_size))
-        for number, tokens in enumerate(batch["tokens"][:3], 1):
+        rows = zip(batch["tokens"][:3], batch["targets"], strict=False)
+        for number, (tokens, targets) in enumerate(rows, 1):
             print(f"\n===== row {number} of the first training step")
-            print(dataset.tokenizer.decode(tokens))
+            is_text = np.cumsum(targets[::-1] >= 0)[::-1] > 0  # not padding at the end
+            print(dataset.tokenizer.decode(tokens[is_text]))
 
 
 def define_flags() -> None:

@@ -339,7 +339,7 @@ def check_spec(spec: str, end_of_text: str = "") -> str:
     """Return a string that identifies the tokenizer `spec`, for the hash of a prepared corpus.
 
     A name such as `gpt2` is returned unchanged. For the path of a tokenizer.json, the string
-    contains a hash of the file, `end_of_text` (the option `data.end_of_text`), and the eos_token of
+    contains a hash of the file, `end_of_text` (the option `data.end_of_text`), and two tokens of
     the tokenizer_config.json next to the file. Raise a UserError if `spec` is neither a name nor
     the path of a file that can be read.
     """
@@ -351,16 +351,21 @@ def check_spec(spec: str, end_of_text: str = "") -> str:
     with reading(f"data.tokenizer={spec}", remedy):
         path = fetch_file(spec)
         content = hashlib.sha256(path.read_bytes()).hexdigest()
-    return f"{content} {end_of_text} {_configured_eos(path)}"
+    return (
+        f"{content} {end_of_text} {_configured(path, 'eos')} {_configured(path, 'bos')}"
+    )
 
 
-def _configured_eos(path: Path) -> str:
-    """Return the eos_token of the tokenizer_config.json next to `path`, or "" if there is none."""
+def _configured(path: Path, kind: str) -> str:
+    """Return a token from the tokenizer_config.json next to `path`, or "" if there is none.
+
+    `kind` is `eos` or `bos`.
+    """
     config = path.with_name("tokenizer_config.json")
     if not config.exists():
         return ""
     with reading(config):
-        token = json.loads(config.read_text("utf-8")).get("eos_token") or ""
+        token = json.loads(config.read_text("utf-8")).get(f"{kind}_token") or ""
         return token if isinstance(token, str) else token["content"]
 
 
@@ -434,7 +439,12 @@ def load(path: Path, end_of_text: str = "") -> Tokenizer:
                 gpt2_like = None if end_of_text else gpt2_like_ranks(tree)
                 if gpt2_like:
                     return BytePairTokenizer(*gpt2_like, tree)
-                return HuggingFaceTokenizer(tree, end_of_text, _configured_eos(path))
+                eos = _configured(path, "eos")
+                # A token that both begins and ends a text separates documents, as in GPT-2. For
+                # example, the export of a run writes its end-of-text token as both.
+                if eos == _configured(path, "bos"):
+                    end_of_text = end_of_text or eos
+                return HuggingFaceTokenizer(tree, end_of_text, eos)
             case _:
                 raise ValueError("it does not contain a tokenizer")
 

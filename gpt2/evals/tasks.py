@@ -65,10 +65,11 @@ def validation_data(
 
     The model is the run in `workdir` or, without it, the Hugging Face model `hf`. If `corpus` is
     empty, return the options of the run, and the content of its data.json as the record. Otherwise,
-    return the options of the run (for a Hugging Face model: the defaults) with three changes: the
-    corpus is `corpus`, the tokenizer is the model's, and `val_fraction` replaces the option if it
-    is not None. The record is then None. Raise a UserError if no corpus is known, if the run's
-    corpus has changed, or if `val_fraction` may select text on which the run was trained.
+    return the options of the run (for a Hugging Face model: the defaults) with four changes: the
+    corpus is `corpus`, the tokenizer is the model's, repeated documents are scored, and
+    `val_fraction` replaces the option if it is not None. The record is then None. Raise a UserError
+    if no corpus is known, if the run's corpus has changed, or if `val_fraction` may select text on
+    which the run was trained.
     """
     if workdir:
         folder = stores.fetch(workdir)
@@ -100,6 +101,10 @@ def validation_data(
         )
     tokenizer = str(folder / "tokenizer.json")
     data = dataclasses.replace(
-        data, corpus=corpus, tokenizer=tokenizer, val_fraction=val_fraction
+        data,
+        corpus=corpus,
+        tokenizer=tokenizer,
+        val_fraction=val_fraction,
+        unique=False,
     )
     return data, None

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -25,11 +25,13 @@ SCALED_ROPE = {
     "rope_context": "original_max_position_embeddings",
 }
 
+AnyConfig = TypeVar("AnyConfig", bound=ModelConfig)
+
 # Suffixes of stored tensors that are not parameters: a mask, its fill value, and rope frequencies.
 BUFFERS = (".attn.bias", ".attention.bias", ".masked_bias", ".rotary_emb.inv_freq")
 
 
-def canonical(cfg: GPTConfig) -> GPTConfig:
+def canonical(cfg: AnyConfig) -> AnyConfig:
     """Return `cfg` with all derived sizes set explicitly, such as `mlp_dim` in place of 0."""
     return dataclasses.replace(
         cfg,

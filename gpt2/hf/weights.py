@@ -181,15 +181,23 @@ def with_model_of_weights(
     weights do not determine them. If `workdir` already contains a run, this run continues: the
     options then come from the run's config.json.
     """
-    names = _MODEL - {*FREE, "vocab_size"}
+    names = _MODEL - {*FREE}
     if (workdir / "config.json").exists():
         found = load_config(workdir).gpt()
     else:
         source = config.train.init_from
         kind, directory, _ = _split_source(source)
-        found, _ = _read_source(kind, directory)
+        found, theirs = _read_source(kind, directory)
+        spec = config.data.tokenizer
+        if spec != "char" and not spec.startswith("bpe:"):  # these are trained later
+            end_of_text = config.data.end_of_text
+            tokenizer = tokenizers.build(spec, end_of_text=end_of_text)
+            _require_same_tokens(source, directory, theirs, tokenizer)
         set_names = {name for name in names if f"model.{name}" in chosen}
-        _require_same_model(source, found, config.model, set_names)
+        wanted = canonical(config.model)
+        _require_same_model(source, canonical(found), wanted, set_names)
+        if "context_length" in set_names and found.window >= wanted.context_length:
+            found = dataclasses.replace(found, window=0, window_pattern="S")
     options = dict[str, object]()
     for name in names:
         if f"model.{name}" not in chosen:
@@ -205,6 +213,8 @@ def _require_same_model(
         free.add("context_length")
     if found.rope_scaling == "none":
         free.update(SCALED_ROPE)
+    if found.window >= wanted.context_length:  # such a window has no effect
+        free.update(("window", "window_pattern"))
     different = list[str]()
     for name in sorted(names - free):
         theirs = getattr(found, name)
@@ -231,6 +241,21 @@ def _read_source(kind: str, directory: Path) -> tuple[GPTConfig, tokenizers.Toke
     return dataclasses.replace(cfg, vocab_size=tokenizer.vocab_size), tokenizer
 
 
+def _require_same_tokens(
+    source: str,
+    directory: Path,
+    theirs: tokenizers.Tokenizer,
+    tokenizer: tokenizers.Tokenizer,
+) -> None:
+    theirs.eot = tokenizer.eot  # data.end_of_text may choose another token
+    if tokenizers.fingerprint(theirs) != tokenizers.fingerprint(tokenizer):
+        raise UserError(
+            f"The weights of {source} were trained with another tokenizer than data.tokenizer, "
+            "which encodes the corpus",
+            f"Use --config.data.tokenizer={directory}/tokenizer.json",
+        )
+
+
 def load_initial_params(
     source: str, cfg: GPTConfig, tokenizer: tokenizers.Tokenizer
 ) -> dict:
@@ -245,12 +270,7 @@ def load_initial_params(
     """
     kind, directory, step = _split_source(source)
     found, theirs = _read_source(kind, directory)
-    if tokenizers.fingerprint(theirs) != tokenizers.fingerprint(tokenizer):
-        raise UserError(
-            f"The weights of {source} were trained with another tokenizer than data.tokenizer, "
-            "which encodes the corpus",
-            f"Use --config.data.tokenizer={directory}/tokenizer.json",
-        )
+    _require_same_tokens(source, directory, theirs, tokenizer)
     _require_same_model(source, canonical(found), canonical(cfg), _MODEL)
     if kind == "hf":
         _, params, _ = load_model(None, directory)

@@ -406,6 +406,7 @@ OTHERS = {
     "a cut array": ("a.npy", _saved(np.save, IDS)[:-100]),
     "of 64 bits": ("a.bin", IDS.astype(np.int64).tobytes()),
     "few of 64 bits": ("a.bin", IDS[1].astype(np.int64).tobytes()),
+    "two arrays": ("a.npy", _saved(np.save, IDS) + _saved(np.save, IDS[:7])),
     "signed": ("a.npy", _saved(np.save, IDS.astype(np.int16))),
     "another order of bytes": ("a.npy", _saved(np.save, IDS.astype(">u2"))),
 }

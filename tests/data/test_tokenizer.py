@@ -313,8 +313,9 @@ def test_end_of_text_is_found_beside_the_file(tmp_path, eos):
     assert before != tokenizer.check_spec(spec)
 
 
-def test_end_of_text_may_be_named_and_is_saved(tmp_path):
-    spec = write_file(tmp_path, words("[END]"))
+@pytest.mark.parametrize("usual", ["[END]", "</s>"])
+def test_end_of_text_may_be_named_and_is_saved(tmp_path, usual):
+    spec = write_file(tmp_path, words(usual))
     named = build(spec, end_of_text="more")
     assert named.eot == 3
     named.save(tmp_path / "saved.json")

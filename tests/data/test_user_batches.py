@@ -86,6 +86,9 @@ WRONG = {
     "all are masked": ({"mask": np.zeros((4, 16), bool)}, "nothing to predict"),
     "PyTorch's ignored": ({"targets": np.full((4, 16), -100)}, "nothing to predict"),
     "too large for int32": ({"ids": ROWS + 2**31}, "ids of int64 with values"),
+    "strings": ({"ids": np.full((4, 16), "a")}, "ids is not an array of numbers"),
+    "ragged rows": ({"ids": [[1], [1, 2]]}, "ids is not an array of numbers"),
+    "beyond float32": ({"weights": ROWS * 1e300}, "weights of float32 .* not finite"),
 }
 
 
@@ -96,6 +99,13 @@ def test_batches_that_cannot_be_meant_are_refused(change, message):
         source.batch(1, ALL)
     with pytest.raises(UserError, match=message):
         next(validation_of(source))
+
+
+@pytest.mark.parametrize("returned", [None, batch_of(), [[ROWS]]])
+def test_a_function_that_returns_no_batches_is_refused(returned):
+    source = user_batches(lambda split: returned)
+    with pytest.raises(UserError, match="does not return an iterable of dicts"):
+        source.batch(1, ALL)
 
 
 def test_a_first_batch_that_lacks_rows_is_refused():

@@ -13,6 +13,7 @@ import pytest
 from configs.quickstart import get_config as get_quickstart
 from gpt2 import hf
 from gpt2.config import Config, with_options
+from gpt2.data.tokenizer import build
 from gpt2.errors import UserError
 from gpt2.hf.config import read_config
 from gpt2.hf.families import family_for
@@ -338,6 +339,24 @@ def test_a_run_has_the_model_of_its_weights_but_for_what_its_user_sets(tied, tmp
     (source / "config.json").unlink()
     again = with_model_of_weights(config, chosen, workdir)
     assert again.model.num_layers == 2
+
+
+def test_a_run_with_a_shorter_context_has_no_longer_window_than_its_context(tmp_path):
+    usual = Config.from_dict(get_quickstart())
+    options = {"model.window": 8, "model.window_pattern": "SL", "model.vocab_size": 320}
+    source = tmp_path / "source"
+    source.mkdir()
+    trained = with_options(usual, options | {"model.context_length": 16})
+    (source / "config.json").write_text(json.dumps(trained.to_dict()))
+    build("byte").save(source / "tokenizer.json")
+    chosen = {"model.context_length": 8, "model.mlp_dim": trained.model.hidden_dim}
+    start = {"train.init_from": f"run:{source}", "data.tokenizer": "byte"}
+    config = with_options(usual, start | chosen)
+    run = with_model_of_weights(config, chosen, tmp_path / "run")
+    assert (run.model.window, run.model.vocab_size) == (0, 320)
+    other = with_options(config, {"data.tokenizer": "gpt2"})
+    with pytest.raises(UserError, match="another tokenizer"):  # before it is prepared
+        with_model_of_weights(other, chosen, tmp_path / "run")
 
 
 def test_a_run_of_longer_context_may_scale_rope_that_was_not(tmp_path):

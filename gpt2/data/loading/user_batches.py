@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from gpt2.config import Config, DataConfig
@@ -26,6 +27,7 @@ from gpt2.data.interfaces import (
 )
 from gpt2.data.loading.token_batches import IGNORED
 from gpt2.errors import UserError, warn
+from gpt2.utils.files import reading
 
 UserBatch = Mapping[str, Any]  # array-likes by name
 MakeBatches = Callable[..., Iterable[UserBatch]]
@@ -197,6 +199,8 @@ class UserBatches(Source):
         loads_state = hasattr(iterable, "load_state_dict")
         if state and loads_state:
             iterable.load_state_dict(saved)
+        if not isinstance(iterable, Iterable):
+            raise self._no_batches()
         iterator: Any = iter(iterable)
         if state and hasattr(iterator, "set_state"):
             iterator.set_state(saved)
@@ -212,12 +216,20 @@ class UserBatches(Source):
         is_empty = not state
         for batch in iterator:
             is_empty = False
+            if not isinstance(batch, Mapping):
+                raise self._no_batches()
             yield batch
         if is_empty:
             raise UserError(
                 f"{self._name} returns no batches for split={split}",
                 "Return at least one batch",
             )
+
+    def _no_batches(self) -> UserError:
+        return UserError(
+            f"{self._name} does not return an iterable of dicts",
+            "Yield one dict of arrays for each batch",
+        )
 
     def _convert(self, batch: UserBatch, num_rows: int, *, may_be_short: bool) -> Batch:
         """Return a user's batch as arrays `[num_rows, T]`. Raise a UserError for a bad array.
@@ -259,15 +271,23 @@ class UserBatches(Source):
 
         Raise a UserError if a value is outside the range that the array `name` may have.
         """
-        array = np.asarray(values)
-        is_float = name not in self._ranges and array.dtype.kind == "f"
-        if is_float:
-            allowed = "finite numbers"
-            is_right = np.isfinite(array)
-        else:
-            lowest, highest = self._ranges.get(name, (INT32.min, INT32.max))
-            allowed = f"whole numbers from {lowest} to {highest}"
-            is_right = (lowest <= array) & (array <= highest) & (array % 1 == 0)
+        remedy = "Return arrays of numbers"
+        failed = "is not an array of numbers"
+        with (
+            reading(f"{self._name}: {name}", remedy, failed),
+            np.errstate(over="ignore"),
+        ):
+            array = np.asarray(values)
+            is_floating = jnp.issubdtype(array.dtype, jnp.floating)
+            is_float = is_floating and name not in self._ranges
+            if is_float:
+                array = array.astype(np.float32)
+                allowed = "finite numbers"
+                is_right = np.isfinite(array)
+            else:
+                lowest, highest = self._ranges.get(name, (INT32.min, INT32.max))
+                allowed = f"whole numbers from {lowest} to {highest}"
+                is_right = (lowest <= array) & (array <= highest) & (array % 1 == 0)
         if name == "targets":
             is_right |= array == -100  # PyTorch's index of ignored targets
         # np.asarray drops the mask of a masked array.

@@ -155,7 +155,7 @@ def _open_shard(file: Path) -> tuple[Shard, str]:
                     "array.dtype.newbyteorder('<')))",
                 )
             dtype = array.dtype.name
-            offset = size - array.nbytes
+            offset = array.offset
             num_tokens = array.size
         elif len(first) == HEADER and first[0] // 10_000 == 2024:
             # llm.c's magic numbers are dates.

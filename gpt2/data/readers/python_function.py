@@ -4,7 +4,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from gpt2.data.interfaces import Corpus
@@ -29,8 +29,9 @@ def _open_function(argument: str) -> Corpus:
     remedy = "Give python:MODULE:FUNCTION of a module in this folder or on PYTHONPATH"
     with reading(f"data.corpus=python:{argument}", remedy, "cannot be imported"):
         function = getattr(importlib.import_module(module), name)
+        parameters = inspect.signature(function).parameters
     path = Path(sys.modules[module].__file__ or "")
-    if "split" in inspect.signature(function).parameters:
+    if "split" in parameters:
         return BatchFunction(f"python:{argument}", function, hash_file(path))
     source = SourceFiles(lambda: [path], "python", argument)
 
@@ -40,7 +41,8 @@ def _open_function(argument: str) -> Corpus:
             "Yield one str for each document",
         )
         texts = function()
-        if isinstance(texts, str):  # iterating over it would yield characters
+        # Iterating over a str would yield characters.
+        if isinstance(texts, str) or not isinstance(texts, Iterable):
             raise error
         for text in texts:
             if not isinstance(text, str):
