@@ -255,6 +255,8 @@ def test_trials_are_points_of_a_halton_sequence_in_the_ranges():
         assert trial == expected
     (whole,) = read_tuned([draw_trials(["optim.warmup_steps=10..1000"], 1)], [])
     assert whole == [{"optim.warmup_steps": 100}]
+    (few,) = read_tuned([draw_trials(["optim.warmup_steps=1..4"], 8)], [])
+    assert sorted(trial["optim.warmup_steps"] for trial in few) == [1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,12 @@ def test_a_size_that_is_not_whole_is_refused(option, value, size):
         at_depth(arm, Fraction(3, 4))
 
 
+def test_a_size_has_at_least_one_step():
+    config = with_options(QUICKSTART, {"data.batch_size": 8, "train.num_steps": 5})
+    (arm,) = make_arms(config, [], one_at_a_time=False)
+    assert at_depth(arm, Fraction(1, 4)).config.train.num_steps == 1
+
+
 def test_batches_of_every_size_divide_into_micro_batches():
     options = {"data.batch_size": 480, "train.accumulate_steps": 5}
     (arm,) = make_arms(with_options(QUICKSTART, options), [], one_at_a_time=False)

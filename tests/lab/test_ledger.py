@@ -868,6 +868,16 @@ def test_options_of_judged_code_are_read_by_another_process(
         ideas(f"recipe={recipe}")
 
 
+def test_a_recipe_keeps_the_text_of_the_ledger(ideas, tmp_path):
+    recipe = tmp_path / "recipe.py"
+    options = {"data.corpus": "text:other", "optim.beta2": 0.7, "model.num_layers": 2}
+    recipe.write_text(f"def get_config():\n    return {options}\n")
+    ideas(f"recipe={recipe}")
+    config = read_ledger(ideas.root).ideas[1].arm.config
+    assert config.data.corpus == BASE.data.corpus
+    assert (config.optim.beta2, config.model.num_layers) == (0.7, 2)
+
+
 @pytest.mark.parametrize(
     "change",
     [
