@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -1081,6 +1082,29 @@ def test_a_run_that_fails_does_not_keep_others_from_training(
         "1 of 2 runs ended, about 0:02:00 left: a seed 0, failed: error: broken\n"
         "2 of 2 runs ended: b seed 0, failed: error: broken\n"
     )
+
+
+def test_the_time_of_an_interrupted_run_includes_its_earlier_processes(
+    tmp_path, monkeypatch, source
+):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    clock = itertools.count()  # a second passes at each reading
+    times = SimpleNamespace(monotonic=lambda: 1.0 * next(clock), sleep=interrupt)
+    monkeypatch.setattr(jobs, "time", times)
+    (source / "train.py").write_text("import time\ntime.sleep(600)\n")
+    run = Run("a", BASE, tmp_path / "run", source=source)
+    with pytest.raises(KeyboardInterrupt):
+        jobs.train_all([run], make_slots(1))
+    assert run.outcome().state == "waiting"
+    before = run.outcome().seconds
+    assert before > 0
+    times.sleep = lambda _: None
+    (source / "train.py").write_text("")
+    jobs.train_all([run], make_slots(1))
+    assert run.outcome().state == "finished"
+    assert run.outcome().seconds > before
 
 
 # Real runs

@@ -112,7 +112,7 @@ def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str = "") -> No
                     training.remove(job)
                     free.append(job.slot)
                     if code == NODE_LOST:
-                        job.lock.close()
+                        job.interrupt()
                         print(
                             f"{job.run.label} has lost its node, and will continue from its last"
                             " checkpoint"
@@ -135,6 +135,7 @@ def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str = "") -> No
             job.process.terminate()
         for job in training:
             job.process.wait()  # the run saves its state before it ends
+            job.interrupt()
 
 
 def _stop(number: int, _: object) -> NoReturn:
@@ -188,6 +189,7 @@ class _Training:
         self.run = run
         self.slot = slot
         self.lock = lock
+        self._earlier = run.outcome().seconds  # of the run's earlier processes
         run.prepare()
         self._log = run.folder / "log.txt"
         self._log.touch()
@@ -201,26 +203,36 @@ class _Training:
         ]
         self.process = slot.start(command, self._log, {"WANDB_NAME": run.label})
 
+    def interrupt(self) -> None:
+        """Write how long the run has taken so far, and release its lock. The run will continue."""
+        self._write(Outcome("waiting", seconds=self._seconds()))
+
     def end(self, code: int, score: str) -> str:
         """Write the outcome of the run, release its lock, and return the score or the error.
 
         `code` is the exit code of the run's process, and `score` is the name of a metric.
         """
         outcome = self._read_outcome(code)
-        write_json(self.run.folder / "outcome.json", outcome._asdict())
-        self.lock.close()
+        self._write(outcome)
         if outcome.state == "finished" and score:
             return f"{score} {self.run.read(score)[-1][score]:.4f}"
         if outcome.error:
             return f"{outcome.state}: {outcome.error}"
         return outcome.state
 
+    def _write(self, outcome: Outcome) -> None:
+        write_json(self.run.folder / "outcome.json", outcome._asdict())
+        self.lock.close()
+
+    def _seconds(self) -> float:
+        if isinstance(self.process, RayProcess) and self.process.seconds:
+            return self._earlier + self.process.seconds
+        return self._earlier + time.monotonic() - self._began
+
     def _read_outcome(self, code: int) -> Outcome:
         """Return the outcome of the process, determined from its exit code and its log."""
         attempt = secrets.token_hex(4)
-        seconds = time.monotonic() - self._began
-        if isinstance(self.process, RayProcess):
-            seconds = self.process.seconds
+        seconds = self._seconds()
         if not code:
             return Outcome("finished", "", seconds, attempt)
         if code < 0:

@@ -37,7 +37,7 @@ class Outcome(NamedTuple):
     # "finished", "diverged" (NaN or Inf), "failed", or "waiting" if the run has not ended.
     state: str
     error: str = ""  # the log line that states the cause
-    seconds: float = 0.0  # duration of the run's process, measured outside of it
+    seconds: float = 0.0  # duration of the run's processes, measured outside of them
     attempt: str = ""  # a random id, because two attempts may fail with the same error
 
 
@@ -93,7 +93,7 @@ class Run:
                 outcome = Outcome(**json.loads(path.read_bytes()))
             except FileNotFoundError:
                 return Outcome("waiting")
-            if outcome.state not in (*ENDED, "failed"):
+            if outcome.state not in (*ENDED, "failed", "waiting"):
                 raise ValueError(f"the state {outcome.state!r} is unknown")
             return outcome
 
