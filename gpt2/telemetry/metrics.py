@@ -86,9 +86,8 @@ class MetricsFile(Writer):
         if written < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._end += len(data)
-        os.truncate(
-            self._file, self._end
-        )  # The line that is written again may be shorter.
+        # A line that is written again may be shorter than before.
+        os.truncate(self._file, self._end)
         del self._waiting[: len(records)]
 
 

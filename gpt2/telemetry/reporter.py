@@ -140,9 +140,8 @@ class Reporter(AbstractContextManager):
             what = "The gradients are" if math.isfinite(loss) else "The loss is"
             raise DivergedError(step, what, before=True)
         if not bad_in_a_row:
-            if (
-                is_finite
-            ):  # otherwise, float16 has overflowed, and the step was not taken
+            # If the gradients of float16 overflowed, the step was not taken.
+            if is_finite:
                 self._unlogged.append(dict(values))
             return
         if jax.process_index() == 0:

@@ -202,9 +202,8 @@ def _open_ledger(root: Path) -> Ledger:
 
 def _find_first_commit() -> str:
     """Return the commit with which a new ledger starts, or "" without a git checkout."""
-    if (
-        CHECKOUT in os.environ
-    ):  # `_become_judge` has restarted the command with this commit
+    # `_become_judge` may have restarted the command with the code of this commit.
+    if CHECKOUT in os.environ:
         return SOURCE.name
     # If the idea is the working tree, it is compared with the last commit.
     return find_commit("HEAD") if is_working_tree(FLAGS.idea) else snapshot()

@@ -128,8 +128,7 @@ def _refuse_options(text: str, best: Arm, arm: Arm) -> None:
     `text` is the value of --idea.
     """
     for name, about in OPTIONS.items():
-        # A recipe may have another number of steps, because `_equalize` replaces it later.
-        if about.is_recipe or name == "train.num_steps":
+        if about.is_recipe:
             continue
         if get_option(arm.config, name) != get_option(best.config, name):
             raise UserError(
