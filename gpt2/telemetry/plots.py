@@ -31,6 +31,7 @@ def plot_losses(workdir: Path, reference: str = "") -> None:
     axes = figure.subplots()
     axes.set_title(url_or_path(workdir), parse_math=False)
     axes.set_xlabel("step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)
     window = max(1, len(train) // 30)

@@ -37,6 +37,8 @@ def plot_curves(
     curve of at most `MARKED` validations has a dot at each of them. A curve whose tokens are
     unknown (NaN) is a horizontal line at its first score. `unit` is the unit of the scores.
     """
+    from matplotlib.ticker import EngFormatter
+
     height = 4.6 + 0.12 * len(curves)
     styles = [("-", BASELINE), *itertools.product(_LINES, COLORS)]
     with drawing(png, height, width=14, columns=3) as panels:
@@ -67,6 +69,7 @@ def plot_curves(
                 axes.fill_between(x, y.min(0), y.max(0), color=color, alpha=0.18)
             axes.set_xlabel(title)
             axes.set_xlim(left=0)
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # such as 50k or 2T
         # The high losses of the first steps would leave little space for the other losses.
         shown = list[float]()
         for curve in itertools.chain(*curves.values()):
