@@ -23,7 +23,7 @@ ROOMS = {
     "parallel": 9.1,
     "training": 12.1,
     "data": 17.2,
-    "telemetry": 5.1,
+    "telemetry": 5.2,
     "config cli errors signals": 7.4,
     "utils": 7.5,
     "evals": 5.7,

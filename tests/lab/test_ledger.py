@@ -448,7 +448,7 @@ def test_a_discard_after_two_pairs_shows_both_differences(ideas, capsys):
     ideas.loss = lambda config: next(scores)
     assert ideas("optim.name=lion", json=False) == ("discard", 4)
     text = " ".join(capsys.readouterr().out.split())
-    assert "it needs 3 pairs. Difference of each pair: +0.0500 -0.0100" in text
+    assert "it needs 3 pairs. The pairs differ by +0.0500 and -0.0100" in text
     assert "next try another idea" in text
 
 
@@ -590,10 +590,9 @@ def test_a_dry_run_tells_pairs_and_minutes(ideas, monkeypatch, capsys):
     monkeypatch.setattr(command, "measure", lambda *_: (0.1, 20.0))
     ideas("optim.name=lion", dry_run=True, json=False)
     text = capsys.readouterr().out
-    assert "in standard deviations of a difference" in text
-    assert text.startswith(
-        "Pairs of start (configs/quickstart.py) and optim.name=lion, at most 8:\n"
-    )
+    assert "in standard deviations of a difference" in " ".join(text.split())
+    pairs = "The table shows up to 8 pairs of start (configs/quickstart.py) and optim."
+    assert text.startswith(pairs)
     for word in ("nan", "inf", "?"):
         assert word not in text
     ideas("optim.beta2=0.97")

@@ -133,12 +133,17 @@ def main(
     while True:
         for number, sweep in enumerate(sweeps, start=1):
             _check_sizes(sweeps, to_come=True)
-            runs = sweep.all_runs()
+            tuning = sweep.tuning_runs()
+            waiting = [run for run in tuning if run.outcome().state not in ENDED]
+            compared = sweep.runs()
             size = f"size {number} of {len(sweeps)}: " if len(sweeps) > 1 else ""
-            if sweep.pending_tuning_runs():
-                size += "tuning first, then the compared runs: "
-            print(f"{size}{counted(len(runs), 'run')}, in {sweep.root}", flush=True)
-            train_all(runs, slots, sweep.score)
+            if waiting:
+                size += f"{counted(len(waiting), 'tuning run')}, then "
+            what = (
+                counted(len(compared), "compared run") if compared else "compared runs"
+            )
+            print(f"{size}{what}, in {sweep.root}", flush=True)
+            train_all([*waiting, *compared], slots, sweep.score)
         grown = with_next_seeds(sweeps, words)
         if grown == sweeps:
             return conclude(root, sweeps, report)

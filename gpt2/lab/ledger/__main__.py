@@ -324,12 +324,12 @@ def _print_answer(ledger: Ledger, idea: Idea) -> None:
         rows["screens"] = f"{', '.join(means)}; mean differences in nats per token"
     if FLAGS.idea and idea.pairs:
         interval = cells.interval(low, high, "+.4f")
-        listed = " ".join(f"{each:+.4f}" for each in idea.differences)
+        listed = " and ".join(f"{each:+.4f}" for each in idea.differences)
         rows |= {
             "difference": f"{difference:+.4f} nats per token, idea - best; below 0 is better",
             "interval": f"{interval}, contains the true difference with 95 % probability"
             if interval
-            else f"none, because it needs 3 pairs. Difference of each pair: {listed}",
+            else f"none, because it needs 3 pairs. The pairs differ by {listed}",
             "pairs": f"{len(idea.pairs)}",
             "time": f"a run of {steps[0]} steps takes {format_duration(seconds)}, and {steps[1]}"
             f" steps of the best take {format_duration(best_seconds)}",
@@ -388,16 +388,19 @@ def _describe_pairs(root: Path, ledger: Ledger) -> str:
         unit = "standard deviations of a difference, known once an idea has two pairs"
     table = pd.DataFrame({"pairs": range(1, FLAGS.pairs + 1)})
     table["time, at most"] = [format_duration(pairs * seconds) for pairs in table.pairs]
-    for title, power in ("gain kept in 1 of 2", 0.5), ("gain kept in 4 of 5", 0.8):
+    for title, power in (
+        ("gain kept half the time", 0.5),
+        ("gain kept 4 of 5 times", 0.8),
+    ):
         table[title] = -noise * findable(FLAGS.pairs, level, power)
     text = table.to_string(index=False, float_format="{:.4f}".format, na_rep="none")
     meaning = (
-        "The last two columns are the true differences, beyond --least, with which an idea is"
+        f"The table shows up to {FLAGS.pairs} pairs of {ledger.best.text} and {idea.text}. Its last"
+        " two columns are the true differences, beyond --least, with which an idea is"
         f" kept at the level {level:.2%}, in {unit}. With `none`, there are too few pairs to keep"
         " any idea. The time does not include the scoring of the runs."
     )
-    pairs = f"Pairs of {ledger.best.text} and {idea.text}, at most {FLAGS.pairs}:"
-    return f"{screening}{pairs}\n\n{text}\n\n{textwrap.fill(meaning, 80)}"
+    return f"{screening}{textwrap.fill(meaning, 80)}\n\n{text}"
 
 
 if __name__ == "__main__":

@@ -128,7 +128,9 @@ def _print(plan: Plan, kind: str) -> None:
     here = board_name(kind)
     for board in [here] if here else BOARDS:
         print(_ROW.format(board, *_forecast(plan, board)))
-    print("!: more than JAX may use, by default 75 % of the memory of a GPU")
+    print(
+        "!: more than JAX may use, by default 75 % of the memory of a GPU, or all of a TPU"
+    )
 
 
 _ROW = "  {:<16} {:>8} {:>8} {:>9} {:>19} {:>12}"
