@@ -590,9 +590,10 @@ def test_a_dry_run_tells_pairs_and_minutes(ideas, monkeypatch, capsys):
     monkeypatch.setattr(command, "measure", lambda *_: (0.1, 20.0))
     ideas("optim.name=lion", dry_run=True, json=False)
     text = capsys.readouterr().out
-    assert "in standard deviations of a difference" in " ".join(text.split())
-    pairs = "The table shows up to 8 pairs of start (configs/quickstart.py) and optim."
-    assert text.startswith(pairs)
+    told = " ".join(text.split())
+    assert "in standard deviations of a difference" in told
+    pairs = "up to 8 pairs of start (configs/quickstart.py) and optim.name=lion. "
+    assert told.startswith(f"The table shows {pairs}")
     for word in ("nan", "inf", "?"):
         assert word not in text
     ideas("optim.beta2=0.97")
