@@ -100,8 +100,8 @@ class BytePairTokenizer(Tokenizer):
 
     # `pattern` divides a text into pieces (pre-tokens), and no token extends over two pieces. Long
     # texts can therefore be encoded in parts that are cut where a piece ends. GPT-2's pattern
-    # begins a new piece at white space that follows another character. The pattern of `char` makes
-    # each character a piece.
+    # begins a new piece at white space that follows a character other than white space. The pattern
+    # of `char` makes each character a piece.
     needs_whole = False
 
     def __init__(

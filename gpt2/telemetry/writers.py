@@ -50,8 +50,8 @@ class EventFile(Writer):
         directory.mkdir(parents=True, exist_ok=True)
         self._event = Event
         self._scalar = summary.scalar
-        # tensorboardX names a file after the second in which it is created, and would replace a
-        # file of the same name.
+        # tensorboardX writes the time of creation, in whole seconds, into a file's name, and would
+        # replace a file that was created in the same second.
         suffix = f".{time.time_ns()}"
         prefix = str(directory / "events")
         self._file = event_file_writer.EventsWriter(prefix, filename_suffix=suffix)

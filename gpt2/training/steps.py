@@ -110,7 +110,8 @@ def make_update(
 
         sums, grads = map_sum(sum_gradients)(state.params, batch)
         with jax.named_scope("optimizer"):
-            # XLA:CPU would store quotients, but not products (docs/performance.md, XLA:CPU note 1).
+            # Products instead of quotients: XLA:CPU would store a quotient as a second copy of the
+            # gradient (docs/performance.md, XLA:CPU note 1).
             inverse = 1.0 / (scale * _divisor(sums["loss"][1]))
             grads = jax.tree.map(lambda g: g * inverse, grads)
             metrics = means(sums, "train/")

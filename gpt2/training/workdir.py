@@ -262,8 +262,8 @@ def is_finished(workdir: Path, config: Config, start: int) -> bool:
 def lacks_scores(workdir: Path, options: TrainConfig, start: int) -> bool:
     """Return whether the validation of step `start` was due, but its scores are not known.
 
-    A signal may have interrupted the validation. The scores of the last step count as not known,
-    because a finished run prints all of them, and metrics.jsonl may be damaged.
+    A signal may have interrupted the validation. At the last step, the result is always True,
+    because a finished run prints all scores, which metrics.jsonl may have lost.
     """
     records = read_metrics(workdir / "metrics.jsonl")
     is_logged = any(

@@ -93,7 +93,7 @@ def judge_sweep(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
 
 
 def add_seeds(sweeps: Sequence[Sweep], words: Mapping[str, str]) -> list[Sweep]:
-    """Return the sweeps in which the baseline and all open arms have the next analysis's seeds.
+    """Return all sweeps, with the next analysis's number of seeds for the baseline and open arms.
 
     `words` maps the name of each arm to its verdict. An arm is open if its verdict is
     `Decision.OPEN`. All sweeps have the same arms, for example at the sizes of a ladder. Return the

@@ -144,8 +144,8 @@ class _Ladder:
     """Confidence intervals of weighted sums of m, the log multipliers of an arm at each size."""
 
     def __init__(self, baseline: Sequence[Losses], arm: Sequence[Losses]):
-        # For each size, an array [4, seeds]: the losses of baseline and arm, and then their log
-        # computes.
+        # For each size, an array [4, seeds]: the baseline's losses, the arm's losses, and the log10
+        # of the baseline's and of the arm's compute.
         self._values = []
         for ours, theirs in zip(baseline, arm, strict=True):
             rows = [

@@ -187,7 +187,8 @@ def _first_group(line: str) -> tuple[int, ...]:
     listed = re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", line)
     if listed:
         return _integers(listed[1])
-    # [4,2]<=[2,4]T(1,0) is the shape of all groups, and the order of the devices in the groups.
+    # In [4,2]<=[2,4]T(1,0), [4,2] means four groups of two devices. The rest is the order in which
+    # the devices fill the groups.
     iota = re.search(rf"replica_groups=\[([\d,]+)\]<={_ORDER}", line)
     if iota:
         size, *order = iota.groups()

@@ -13,7 +13,10 @@ TINY = 1e-24  # avoids a division by 0 where attention's value vector is 0
 
 
 class ExclusiveAttention(Ingredient):
-    """The ingredient `model.exclusive_attention`: outputs of heads are orthogonal to values."""
+    """The ingredient `model.exclusive_attention`.
+
+    The output of each head is orthogonal to the head's value at the same position.
+    """
 
     option = "exclusive_attention"
 
