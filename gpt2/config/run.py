@@ -83,8 +83,8 @@ class OptimConfig(default.Optim):
         )
         if changes_decay and not decays_apart:
             raise UserError(
-                "optim.scheduled_weight_decay=True, optim.cautious=decay and optim.cautious=both "
-                "need decoupled weight decay",
+                "Each of optim.scheduled_weight_decay=True, optim.cautious=decay and "
+                "optim.cautious=both needs decoupled weight decay",
                 "Set optim.weight_decay above 0, and an optim.name other than adam and sgd",
             )
 

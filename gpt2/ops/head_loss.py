@@ -176,7 +176,7 @@ def _loss_fwd(hidden, stored, rows, closed_over, zeros, head):
 
 
 def _loss_bwd(head, gradients, dlosses):
-    scale, _ = dlosses  # no gradient flows through the sums to log, the second result
+    scale, _ = dlosses  # the second result, sums that are logged, has no gradient
     dhidden, *others = gradients
     dhidden = (dhidden * (scale / head.gradient_scale)).astype(dhidden.dtype)
     dtable, dclosed = jax.tree.map(lambda x: (x * scale).astype(x.dtype), others)

@@ -180,7 +180,7 @@ def _without_paths(corpus: str) -> list[tuple[str, Fraction]]:
 
 
 def deciding_options(config: Config) -> dict[str, Any]:
-    """Return the options that may not change when a run continues, by dotted name."""
+    """Return the options that must not change when a run continues, by dotted name."""
     options = dict[str, Any]()
     for name, value in flatten(config.to_dict()).items():
         if not OPTIONS[name].may_change:
@@ -285,7 +285,7 @@ def finish(
 ) -> None:
     """Plot loss.png, write samples.txt, and print the time and the validation loss.
 
-    `params` are the parameters that draw the samples. `scores` are the results of the last
+    The samples are drawn with the parameters `params`. `scores` are the results of the last
     validation.
     """
     config = program.config

@@ -353,7 +353,7 @@ def test_broken_token_shards_are_refused(tmp_path, make):
 
     _write_shard(path, range(1000), **GPT2)
     path.write_bytes(path.read_bytes()[:-100])
-    refuse("contains no uint16 tokens, or is truncated")
+    refuse("has no tokens, or its size does not fit its number of uint16 tokens")
     _write_shard(path, range(50))
     refuse("no token to predict in the validation split", val_fraction=0.01)
     refuse("no token to predict in the train split", val_fraction=0.99)

@@ -59,7 +59,7 @@ def concat(
 
     @functools.lru_cache(1)
     def epoch_text(epoch: int) -> tuple[int, TokenStream | ShuffledDocuments]:
-        """Return the offset of an epoch's first window, and the text from which it is cut."""
+        """Return the offset of an epoch's first window, and the text of the epoch's windows."""
         draw = np.random.default_rng((seed, epoch))
         offset = int(draw.integers(length))
         if shuffles_documents:

