@@ -84,7 +84,7 @@ def main() -> None:
             figures += score(scorer, tokenizer, path)
     print_table(figures)
     seconds = time.perf_counter() - began
-    amount = f"{scorer.num_tokens:,} positions (with any overlaps and padding)"
+    amount = f"{scorer.num_tokens:,} positions, including padding,"
     log(f"computed {amount} in {seconds:.1f} s", sys.stdout)
     if args.output:
         with writing(args.output) as path:

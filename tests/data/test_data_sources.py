@@ -418,7 +418,9 @@ def test_files_that_hold_no_row_of_tokens_are_no_shards(tmp_path, make, name, co
     right = make(f"tokens:{tmp_path}/right.npy", "gpt2")
     np.testing.assert_array_equal(tokens_of(right, "train")[:99], np.arange(99))
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=r"contains no|has no tokens|dtype|cannot be read|C order"):
+    with pytest.raises(
+        UserError, match=r"contains no|has no tokens|dtype|cannot be read|C order"
+    ):
         make(f"tokens:{tmp_path}/{name}", "gpt2")
 
 

@@ -79,7 +79,7 @@ def test_concat_says_how_much_of_a_small_text_an_epoch_leaves_out(corpus):
         left_out = 1 - rows.num_rows * length / size
         assert (left_out > 0.01) == is_much
         assert rows.note == (
-            f"each epoch begins at a random token, and leaves out {left_out:.1%} of the text, a"
+            f"each epoch has only whole windows, and leaves out {left_out:.1%} of the text, a"
             " different part each time"
             if is_much
             else ""

@@ -53,7 +53,7 @@ def concat(
     note = ""
     if unread > 0.01:
         note = (
-            f"each epoch begins at a random token, and leaves out {unread:.1%} of the text, a"
+            f"each epoch has only whole windows, and leaves out {unread:.1%} of the text, a"
             " different part each time"
         )
 
