@@ -49,7 +49,8 @@ class Properties:
     # Whether the option belongs to the recipe, that is, to the model or to its training. The other
     # options determine the text and its validation split, the seed, `train.init_from`, the number
     # of steps, validations, checkpoints and logs. An idea (a change that gpt2.lab.ledger tests) may
-    # set only options of the recipe. For a group: each option in the group.
+    # set only options of the recipe and, in a config file, train.num_steps. For a group: each of
+    # its options.
     is_recipe: bool = False
     # Whether the option counts training steps. Sweeps that change the length of a run scale it.
     is_duration: bool = False
@@ -346,8 +347,9 @@ class Data:
     )
     end_of_text: str = option(
         "",
-        "token between documents, for a tokenizer.json; empty: the first usual end-of-text token "
-        "in its vocabulary, otherwise the eos_token of the tokenizer_config.json next to it",
+        "token between documents, for a tokenizer.json; empty: the token that is bos_token and "
+        "eos_token of the tokenizer_config.json next to it, otherwise the first usual end-of-text "
+        "token in its vocabulary, otherwise the eos_token",
     )
     data_dir: str = option(
         "",

@@ -261,13 +261,6 @@ class Config(default.Options):
                     f"train.context_schedule has the length {length}, which must be at least 1 and "
                     f"divide both model.context_length and the {done:,} tokens of earlier steps"
                 )
-        pattern = self.model.window_pattern
-        has_window = any(shape.window for shape in pieces.values())
-        if pattern != default.Model.window_pattern and not has_window:
-            raise UserError(
-                f"model.window_pattern={pattern} has no effect without a window",
-                "Set model.window or train.window_schedule",
-            )
         if any(getattr(self.train, name) for name in _SHAPE_SCHEDULES):
             for start, shape in pieces.items():
                 with located(f"train.*_schedule at step {start}"):
@@ -299,8 +292,6 @@ class Config(default.Options):
         options: Options = {f"train.{name}": "" for name in _SHAPE_SCHEDULES}
         options["data.batch_size"] = shape.batch_size
         options["model.window"] = shape.window
-        if not shape.window:
-            options["model.window_pattern"] = default.Model.window_pattern
         return with_options(self, options)
 
     @property

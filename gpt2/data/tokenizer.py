@@ -167,15 +167,16 @@ class CharTokenizer(BytePairTokenizer):
 class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer that the `tokenizers` library runs. `tree` is the content of its tokenizer.json.
 
-    The end-of-text token is `end_of_text` if this is not empty, otherwise the first of END_OF_TEXTS
-    that is in the vocabulary, otherwise `eos` (from tokenizer_config.json) if it is in the
-    vocabulary. Otherwise, there is no end-of-text token, and `eot` is None.
+    The end-of-text token is `end_of_text` if this is not empty, otherwise the first of the texts
+    `usual` that is in the vocabulary. Otherwise, there is no end-of-text token, and `eot` is None.
     """
 
     name = "tokenizer.json"
     needs_whole = True  # a token may extend across white space
 
-    def __init__(self, tree: Tree, end_of_text: str = "", eos: str = ""):
+    def __init__(
+        self, tree: Tree, end_of_text: str = "", usual: Sequence[str] = END_OF_TEXTS
+    ):
         from tokenizers import Tokenizer as Backend
 
         self._backend = Backend.from_str(json.dumps(tree))
@@ -194,7 +195,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 )
         self.vocab_size = max(vocabulary.values()) + 1
         if not end_of_text:
-            known = [text for text in (*END_OF_TEXTS, eos) if text in vocabulary]
+            known = [text for text in usual if text in vocabulary]
             end_of_text = known[0] if known else ""
         if end_of_text and end_of_text not in vocabulary:
             raise UserError(
@@ -339,7 +340,7 @@ def check_spec(spec: str, end_of_text: str = "") -> str:
     """Return a string that identifies the tokenizer `spec`, for the hash of a prepared corpus.
 
     A name such as `gpt2` is returned unchanged. For the path of a tokenizer.json, the string
-    contains a hash of the file, `end_of_text` (the option `data.end_of_text`), and two tokens of
+    contains a hash of the file, `end_of_text` (the option `data.end_of_text`), and the eos_token of
     the tokenizer_config.json next to the file. Raise a UserError if `spec` is neither a name nor
     the path of a file that can be read.
     """
@@ -351,9 +352,7 @@ def check_spec(spec: str, end_of_text: str = "") -> str:
     with reading(f"data.tokenizer={spec}", remedy):
         path = fetch_file(spec)
         content = hashlib.sha256(path.read_bytes()).hexdigest()
-    return (
-        f"{content} {end_of_text} {_configured(path, 'eos')} {_configured(path, 'bos')}"
-    )
+    return f"{content} {end_of_text} {_configured(path, 'eos')}"
 
 
 def _configured(path: Path, kind: str) -> str:
@@ -440,11 +439,12 @@ def load(path: Path, end_of_text: str = "") -> Tokenizer:
                 if gpt2_like:
                     return BytePairTokenizer(*gpt2_like, tree)
                 eos = _configured(path, "eos")
+                usual = (*END_OF_TEXTS, eos)
                 # A token that both begins and ends a text separates documents, as in GPT-2. For
                 # example, the export of a run writes its end-of-text token as both.
                 if eos == _configured(path, "bos"):
-                    end_of_text = end_of_text or eos
-                return HuggingFaceTokenizer(tree, end_of_text, eos)
+                    usual = (eos, *END_OF_TEXTS)
+                return HuggingFaceTokenizer(tree, end_of_text, usual)
             case _:
                 raise ValueError("it does not contain a tokenizer")
 

@@ -65,11 +65,11 @@ def validation_data(
 
     The model is the run in `workdir` or, without it, the Hugging Face model `hf`. If `corpus` is
     empty, return the options of the run, and the content of its data.json as the record. Otherwise,
-    return the options of the run (for a Hugging Face model: the defaults) with four changes: the
-    corpus is `corpus`, the tokenizer is the model's, repeated documents are scored, and
-    `val_fraction` replaces the option if it is not None. The record is then None. Raise a UserError
-    if no corpus is known, if the run's corpus has changed, or if `val_fraction` may select text on
-    which the run was trained.
+    return the options of the run (for a Hugging Face model: the defaults) with some changes: the
+    corpus is `corpus`, the tokenizer is the model's, and `val_fraction` replaces the option if it
+    is not None. Repeated documents are scored, unless the run read the corpus or a part of it. The
+    record is then None. Raise a UserError if no corpus is known, if the run's corpus has changed,
+    or if `val_fraction` may select text on which the run was trained.
     """
     if workdir:
         folder = stores.fetch(workdir)
@@ -105,6 +105,6 @@ def validation_data(
         corpus=corpus,
         tokenizer=tokenizer,
         val_fraction=val_fraction,
-        unique=False,
+        unique=data.unique and has_corpus and overlaps,
     )
     return data, None

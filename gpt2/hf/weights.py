@@ -181,7 +181,7 @@ def with_model_of_weights(
     weights do not determine them. If `workdir` already contains a run, this run continues: the
     options then come from the run's config.json.
     """
-    names = _MODEL - {*FREE}
+    names = _MODEL - {*FREE, "vocab_size"}
     if (workdir / "config.json").exists():
         found = load_config(workdir).gpt()
     else:
@@ -193,6 +193,8 @@ def with_model_of_weights(
             end_of_text = config.data.end_of_text
             tokenizer = tokenizers.build(spec, end_of_text=end_of_text)
             _require_same_tokens(source, directory, theirs, tokenizer)
+            if not config.model.vocab_size:  # The weights' vocabulary may be padded.
+                names = names | {"vocab_size"}
         set_names = {name for name in names if f"model.{name}" in chosen}
         wanted = canonical(config.model)
         _require_same_model(source, canonical(found), wanted, set_names)
@@ -213,7 +215,8 @@ def _require_same_model(
         free.add("context_length")
     if found.rope_scaling == "none":
         free.update(SCALED_ROPE)
-    if found.window >= wanted.context_length:  # such a window has no effect
+    # Such a window has no effect.
+    if found.window >= wanted.context_length and not wanted.window:
         free.update(("window", "window_pattern"))
     different = list[str]()
     for name in sorted(names - free):

@@ -18,6 +18,7 @@ def plot_losses(workdir: Path, reference: str = "") -> None:
     """
     import pandas as pd
     from matplotlib.figure import Figure  # pyplot would have global state and windows
+    from matplotlib.ticker import MaxNLocator
 
     records = read_metrics(workdir / "metrics.jsonl")
     columns = ["step", "tokens", "train/loss", "eval/loss"]
@@ -31,7 +32,7 @@ def plot_losses(workdir: Path, reference: str = "") -> None:
     axes = figure.subplots()
     axes.set_title(url_or_path(workdir), parse_math=False)
     axes.set_xlabel("step")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)
     window = max(1, len(train) // 30)

@@ -113,10 +113,10 @@ class Reporter(AbstractContextManager):
         self._call_writers(lambda writer: writer.step(step))
         is_due = step % self._options.log_every == 0
         if is_due or step in (1, self._options.num_steps):
-            # The means are NaN if all steps since the last line were skipped.
-            steps = self._unlogged or [dict.fromkeys(values, math.nan)]
             for name in values.keys() - _SINGLE_STEP:
-                values[name] = statistics.fmean(metrics[name] for metrics in steps)
+                known = [each[name] for each in self._unlogged if name in each]
+                # The mean is NaN if all steps since the last line were skipped.
+                values[name] = statistics.fmean(known or [math.nan])
             self._unlogged.clear()
             # This is the ratio of means, not the mean of ratios, because the estimates of a single
             # step vary too much.
@@ -140,9 +140,10 @@ class Reporter(AbstractContextManager):
             what = "The gradients are" if math.isfinite(loss) else "The loss is"
             raise DivergedError(step, what, before=True)
         if not bad_in_a_row:
-            # If the gradients of float16 overflowed, the step was not taken.
-            if is_finite:
-                self._unlogged.append(dict(values))
+            known = dict(values)
+            if not is_finite:  # The gradients of float16 have overflowed.
+                known = {name: x for name, x in values.items() if math.isfinite(x)}
+            self._unlogged.append(known)
             return
         if jax.process_index() == 0:
             log(

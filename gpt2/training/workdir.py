@@ -265,13 +265,17 @@ def lacks_scores(workdir: Path, options: TrainConfig, start: int) -> bool:
     A signal may have interrupted the validation. At the last step, the result is always True,
     because a finished run prints all scores, which metrics.jsonl may have lost.
     """
+    if start == 0 or not options.is_due(start, options.eval_every):
+        return False
+    if start == options.num_steps:
+        return True
+    return not distributed.from_first(_is_validated(workdir, start) or 0)
+
+
+@distributed.only_first
+def _is_validated(workdir: Path, step: int) -> bool:
     records = read_metrics(workdir / "metrics.jsonl")
-    is_logged = any(
-        record["step"] == start and "eval/loss" in record for record in records
-    )
-    is_due = start > 0 and options.is_due(start, options.eval_every)
-    lacks = is_due and (start == options.num_steps or not is_logged)
-    return bool(distributed.from_first(lacks))
+    return any(each["step"] == step and "eval/loss" in each for each in records)
 
 
 @distributed.only_first

@@ -173,7 +173,6 @@ WRONG = """
     model.position=rope model.rope_factor=2.0 | rope_scaling
     model.window=4 model.window_pattern=L | window
     model.window=1024 | window
-    model.window_pattern=SL | window_pattern=SL has no effect
     model.parallel_block=True model.norm_position=post | parallel_block
     model.expert_capacity=1.25 | num_experts
     model.mup_base_width=256 model.init=fan_in | init

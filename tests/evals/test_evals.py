@@ -294,6 +294,16 @@ def test_another_corpus_is_divided_and_read_as_the_runs(tmp_path):
     assert of_import.val_fraction == 0.005
 
 
+def test_repeated_documents_are_left_out_only_where_training_left_them_out(tmp_path):
+    options = {"corpus": "pystdlib", "unique": True}
+    record = json.dumps({"seed": 0, "data": options})
+    (tmp_path / "config.json").write_text(record)
+    (tmp_path / "data.json").touch()
+    for corpus in ("pystdlib", "0.5*pystdlib+0.5*synthetic", "synthetic"):
+        data, _ = validation_data(str(tmp_path), None, corpus, None)
+        assert data.unique == ("pystdlib" in corpus)
+
+
 # CORE and the tasks of a run
 
 # Kind, few-shot examples, delimiter, chance in percent. The prompts of the first are too long.

@@ -448,7 +448,7 @@ def test_a_discard_after_two_pairs_shows_both_differences(ideas, capsys):
     ideas.loss = lambda config: next(scores)
     assert ideas("optim.name=lion", json=False) == ("discard", 4)
     text = " ".join(capsys.readouterr().out.split())
-    assert "it needs 3 pairs. The pairs differ by +0.0500 and -0.0100" in text
+    assert "it needs 3 pairs. The pairs differ by +0.05 and -0.01" in text
     assert "next try another idea" in text
 
 
@@ -876,6 +876,18 @@ def test_a_recipe_keeps_the_text_of_the_ledger(ideas, tmp_path):
     config = read_ledger(ideas.root).ideas[1].arm.config
     assert config.data.corpus == BASE.data.corpus
     assert (config.optim.beta2, config.model.num_layers) == (0.7, 2)
+
+
+def test_the_durations_of_a_recipe_belong_to_its_number_of_steps(ideas, tmp_path):
+    recipe = tmp_path / "recipe.py"
+    options = BASE.to_dict()
+    options["train"] |= {"num_steps": 200 * BASE.train.num_steps}
+    options["optim"] |= {"warmup_steps": 3000}
+    recipe.write_text(f"def get_config():\n    return {options}\n")
+    ideas(f"recipe={recipe}")
+    config = read_ledger(ideas.root).ideas[1].arm.config
+    assert config.train.num_steps == BASE.train.num_steps
+    assert config.optim.warmup_steps == 15
 
 
 @pytest.mark.parametrize(

@@ -262,7 +262,7 @@ def test_the_noise_scale_is_the_ratio_of_two_means():
     assert scales == {1: None, 3: 10.0 / 3.5, 4: None}
 
 
-def test_a_step_in_which_float16_overflowed_is_no_part_of_a_mean():
+def test_what_overflowed_in_float16_is_no_part_of_a_mean():
     steps = losses(1.0, 9.0, 2.0)
     for step in steps:
         step |= {"train/gradient_signal": 5.0, "train/gradient_noise": 10.0}
@@ -272,7 +272,7 @@ def test_a_step_in_which_float16_overflowed_is_no_part_of_a_mean():
     lines, error = report(steps)
     assert error is None
     assert lines[3]["train/noise_scale"] == 2.0
-    assert lines[3]["train/loss"] == 2.0
+    assert lines[3]["train/loss"] == 5.5  # the loss itself has not overflowed
 
 
 def skipping(*values):

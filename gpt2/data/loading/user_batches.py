@@ -199,9 +199,10 @@ class UserBatches(Source):
         loads_state = hasattr(iterable, "load_state_dict")
         if state and loads_state:
             iterable.load_state_dict(saved)
-        if not isinstance(iterable, Iterable):
-            raise self._no_batches()
-        iterator: Any = iter(iterable)
+        try:
+            iterator: Any = iter(iterable)
+        except TypeError:
+            raise self._no_batches() from None
         if state and hasattr(iterator, "set_state"):
             iterator.set_state(saved)
         elif state and not loads_state:

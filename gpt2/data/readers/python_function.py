@@ -4,7 +4,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from gpt2.data.interfaces import Corpus
@@ -41,8 +41,7 @@ def _open_function(argument: str) -> Corpus:
             "Yield one str for each document",
         )
         texts = function()
-        # Iterating over a str would yield characters.
-        if isinstance(texts, str) or not isinstance(texts, Iterable):
+        if texts is None or isinstance(texts, str):  # a str would yield characters
             raise error
         for text in texts:
             if not isinstance(text, str):

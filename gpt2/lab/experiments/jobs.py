@@ -1,5 +1,6 @@
 """Train several runs at a time, each as a process of train.py."""
 
+import contextlib
 import os
 import re
 import secrets
@@ -135,6 +136,7 @@ def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str = "") -> No
             job.process.terminate()
         for job in training:
             job.process.wait()  # the run saves its state before it ends
+        for job in training:
             job.interrupt()
 
 
@@ -189,7 +191,9 @@ class _Training:
         self.run = run
         self.slot = slot
         self.lock = lock
-        self._earlier = run.outcome().seconds  # of the run's earlier processes
+        # The duration of the run's earlier processes, if they were interrupted.
+        before = run.outcome()
+        self._earlier = before.seconds if before.state == "waiting" else 0.0
         run.prepare()
         self._log = run.folder / "log.txt"
         self._log.touch()
@@ -205,7 +209,9 @@ class _Training:
 
     def interrupt(self) -> None:
         """Write how long the run has taken so far, and release its lock. The run will continue."""
-        self._write(Outcome("waiting", seconds=self._seconds()))
+        self.process.poll()  # tells a process on a Ray cluster its duration
+        with contextlib.suppress(OSError):  # The disk may be full.
+            self._write(Outcome("waiting", seconds=self._seconds()))
 
     def end(self, code: int, score: str) -> str:
         """Write the outcome of the run, release its lock, and return the score or the error.
@@ -225,7 +231,7 @@ class _Training:
         self.lock.close()
 
     def _seconds(self) -> float:
-        if isinstance(self.process, RayProcess) and self.process.seconds:
+        if isinstance(self.process, RayProcess):
             return self._earlier + self.process.seconds
         return self._earlier + time.monotonic() - self._began
 

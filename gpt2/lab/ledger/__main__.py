@@ -193,7 +193,11 @@ def _open_ledger(root: Path) -> Ledger:
             arm = Arm("000-start", config, commit=commit)
             screens = {depth: Sample() for depth in depths}
             code = hash_code(check_out(root, commit))
-            text = f"start ({cli.config_file()})"
+            # The path in the checkout, since this process may run a copy of the code.
+            path = Path(cli.config_file()).resolve()
+            if path.is_relative_to(SOURCE.resolve()):
+                path = path.relative_to(SOURCE.resolve())
+            text = f"start ({path})"
             append(root, Idea(0, text, 0, arm, code, screens))
             return read_ledger(root)
     _refuse_changes(root, ledger, config)
@@ -324,9 +328,9 @@ def _print_answer(ledger: Ledger, idea: Idea) -> None:
         rows["screens"] = f"{', '.join(means)}; mean differences in nats per token"
     if FLAGS.idea and idea.pairs:
         interval = cells.interval(low, high, "+.4f")
-        listed = " and ".join(f"{each:+.4f}" for each in idea.differences)
+        listed = " and ".join(f"{each:+.3g}" for each in idea.differences)
         rows |= {
-            "difference": f"{difference:+.4f} nats per token, idea - best; below 0 is better",
+            "difference": f"{difference:+.3g} nats per token, idea - best; below 0 is better",
             "interval": f"{interval}, contains the true difference with 95 % probability"
             if interval
             else f"none, because it needs 3 pairs. The pairs differ by {listed}",

@@ -46,7 +46,10 @@ def make_idea(root: Path, ledger: Ledger, text: str, equal: str) -> Idea:
     if is_working_tree(text):
         # The name has the form of `git describe`, which git accepts as the name of a commit.
         value = _WORKING_TREE.sub(f"code=working-tree-0-g{snapshot()[:9]}", text)
-    fixed = [name for name, about in OPTIONS.items() if not about.is_recipe]
+    # A recipe may have another number of steps, to which its durations belong. `_equalize` later
+    # replaces the number, and scales the durations.
+    fixed = {name for name, about in OPTIONS.items() if not about.is_recipe}
+    fixed.remove("train.num_steps")
     arms = make_arms(best.config, [value], one_at_a_time=True, fixed=fixed)
     if len(arms) > 2:
         raise UserError(
@@ -128,7 +131,7 @@ def _refuse_options(text: str, best: Arm, arm: Arm) -> None:
     `text` is the value of --idea.
     """
     for name, about in OPTIONS.items():
-        if about.is_recipe:
+        if about.is_recipe or name == "train.num_steps":
             continue
         if get_option(arm.config, name) != get_option(best.config, name):
             raise UserError(
