@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from gpt2.config import Config, DataConfig
@@ -279,7 +278,7 @@ class UserBatches(Source):
             np.errstate(over="ignore"),
         ):
             array = np.asarray(values)
-            is_floating = jnp.issubdtype(array.dtype, jnp.floating)
+            is_floating = array.dtype.kind == "f" or array.dtype.name == "bfloat16"
             is_float = is_floating and name not in self._ranges
             if is_float:
                 array = array.astype(np.float32)

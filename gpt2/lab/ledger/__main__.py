@@ -175,9 +175,6 @@ def _open_ledger(root: Path) -> Ledger:
         _refuse_changes(root, ledger, ledger.ideas[0].arm.config)
         return ledger
     config = cli.parse_config()
-    if not ledger.ideas:
-        # The working tree may have options that the ledger's first version does not have.
-        _become_judge(root, _find_first_commit())
     dataset = prepare_dataset(config.data)
     if not dataset.parts:
         raise UserError(
@@ -186,6 +183,9 @@ def _open_ledger(root: Path) -> Ledger:
         )
     config = config.with_vocabulary(dataset.tokenizer.vocab_size)
     depths = _read_depths(config)
+    if not ledger.ideas:
+        # The working tree may have options that the ledger's first version does not have.
+        _become_judge(root, _find_first_commit())
     with files.locked(root / LOCK):
         ledger = read_ledger(root)
         if not ledger.ideas:

@@ -128,9 +128,7 @@ def _print(plan: Plan, kind: str) -> None:
     here = board_name(kind)
     for board in [here] if here else BOARDS:
         print(_ROW.format(board, *_forecast(plan, board)))
-    print(
-        "!: more than JAX may use, by default 75 % of the memory of a GPU, or all of a TPU"
-    )
+    print("!: more memory than JAX may use: by default 75 % of a GPU's, all of a TPU's")
 
 
 _ROW = "  {:<16} {:>8} {:>8} {:>9} {:>19} {:>12}"
