@@ -1157,7 +1157,6 @@ def test_processes_share_a_sweep_that_reports_and_is_safe_to_repeat(tmp_path):
     rows = rows_of(root)
     states = [row["state"] for row in rows]
     assert sorted(states) == 3 * ["diverged"] + 3 * ["finished"]
-    assert all(row["parameters"] for row in rows)
     for path in root.rglob("environment.jsonl"):
         assert len(read_rows(path)) == 1  # no run was trained twice
     outcomes = [*root.rglob("outcome.json")]
