@@ -314,8 +314,9 @@ DAMAGES = (Path.unlink, cut, flip_a_bit)
 def copy_project(project):
     """Copy the code and its tests to a new directory."""
     for name in ("gpt2", "configs", "tests"):
-        shutil.copytree(ROOT / name, project / name)
-    for name in ("train.py", "eval.py", "pyproject.toml"):
+        compiled = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, project / name, ignore=compiled)
+    for name in ("train.py", "eval.py", "pyproject.toml", ".gitignore"):
         shutil.copy(ROOT / name, project)
 
 

@@ -1382,7 +1382,11 @@ def test_a_ledger_is_shared_and_continues_after_a_kill(tmp_path):
     tried = {idea.text: len(idea.pairs) for idea in read_ledger(root).ideas}
     pairs = tried["optim.name=lion"]
     assert 2 <= pairs <= 4
-    assert tried.keys() == {"start", "optim.name=lion", "optim.learning_rate=1e30"}
+    assert tried.keys() == {
+        "start (configs/quickstart.py)",
+        "optim.name=lion",
+        "optim.learning_rate=1e30",
+    }
     assert sum(tried.values()) == pairs
     starts = [read_rows(path) for path in root.rglob("environment.jsonl")]
     # The pairs of one idea, and one pair of the other; no run begins twice.
