@@ -173,9 +173,8 @@ def train(
     # Loop: metrics are fetched one step late, so that devices do not wait for the host to log them.
     with recorder, stop, checkpointer, reporter, clock.phase("step"), closing(upcoming):
         try:
-            if folder.lacks_scores(
-                workdir, options, start
-            ):  # a signal may have interrupted them
+            # A signal may have interrupted the validation of step `start`.
+            if folder.lacks_scores(workdir, options, start):
                 scores = {step: score()}
                 reporter.write(step, scores[step])
             while step < options.num_steps and not stops:

@@ -37,8 +37,9 @@ def main() -> None:
         rows = zip(batch["tokens"][:3], batch["targets"], strict=False)
         for number, (tokens, targets) in enumerate(rows, 1):
             print(f"\n===== row {number} of the first training step")
-            is_text = np.cumsum(targets[::-1] >= 0)[::-1] > 0  # not padding at the end
-            print(dataset.tokenizer.decode(tokens[is_text]))
+            # After the last target, there is only padding.
+            end = np.flatnonzero(targets >= 0).max(initial=-1) + 1
+            print(dataset.tokenizer.decode(tokens[:end]))
 
 
 def define_flags() -> None:

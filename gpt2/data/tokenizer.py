@@ -336,6 +336,11 @@ def is_path(spec: str) -> bool:
     return spec not in NAMES and not spec.startswith("bpe:")
 
 
+def is_trained(spec: str) -> bool:
+    """Return whether `spec`, a value of `data.tokenizer`, is trained on the run's own corpus."""
+    return spec == "char" or spec.startswith("bpe:")
+
+
 def check_spec(spec: str, end_of_text: str = "") -> str:
     """Return a string that identifies the tokenizer `spec`, for the hash of a prepared corpus.
 

@@ -189,7 +189,7 @@ def with_model_of_weights(
         kind, directory, _ = _split_source(source)
         found, theirs = _read_source(kind, directory)
         spec = config.data.tokenizer
-        if spec != "char" and not spec.startswith("bpe:"):  # these are trained later
+        if not tokenizers.is_trained(spec):
             end_of_text = config.data.end_of_text
             tokenizer = tokenizers.build(spec, end_of_text=end_of_text)
             _require_same_tokens(source, directory, theirs, tokenizer)
@@ -250,6 +250,10 @@ def _require_same_tokens(
     theirs: tokenizers.Tokenizer,
     tokenizer: tokenizers.Tokenizer,
 ) -> None:
+    """Raise a UserError unless all tokens of the weights' tokenizer `theirs` are `tokenizer`'s.
+
+    Their end-of-text tokens may differ. `theirs` is given the end-of-text token of `tokenizer`.
+    """
     theirs.eot = tokenizer.eot  # data.end_of_text may choose another token
     if tokenizers.fingerprint(theirs) != tokenizers.fingerprint(tokenizer):
         raise UserError(

@@ -138,11 +138,11 @@ def main(
             compared = sweep.runs()
             size = f"size {number} of {len(sweeps)}: " if len(sweeps) > 1 else ""
             if waiting:
-                size += f"{counted(len(waiting), 'tuning run')}, then "
-            what = (
-                counted(len(compared), "compared run") if compared else "compared runs"
-            )
-            print(f"{size}{what}, in {sweep.root}", flush=True)
+                count = counted(len(waiting), "tuning run")
+                print(f"{size}{count}, in {sweep.root}; the compared runs follow")
+            else:
+                print(f"{size}{counted(len(compared), 'run')}, in {sweep.root}")
+            sys.stdout.flush()
             train_all([*waiting, *compared], slots, sweep.score)
         grown = with_next_seeds(sweeps, words)
         if grown == sweeps:
