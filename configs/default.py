@@ -18,6 +18,7 @@ Steps = Annotated[int, "[1, 2147483647]"]  # the state counts steps in int32
 Seed = Annotated[int, "[0, 4294967295]"]  # random keys use 32 bits of a seed
 Devices = Annotated[int, "[-1, inf)"]
 AboveZero = Annotated[float, "(0, inf)"]
+AboveOne = Annotated[float, "(1, inf)"]
 AtLeastOne = Annotated[float, "[1, inf)"]
 BelowOne = Annotated[float, "[0, 1)"]
 Between = Annotated[float, "(0, 1)"]
@@ -135,7 +136,7 @@ class Model:
         "representation of positions; learned: a table of embeddings; rope: Su et al. 2021, arXiv "
         "2104.09864; alibi: Press et al. 2022, arXiv 2108.12409",
     )
-    rope_base: AboveZero = option(
+    rope_base: AboveOne = option(
         10000.0,
         "base of the rotations' frequencies: about the longest wavelength in tokens, divided by "
         "2 pi",
@@ -838,8 +839,8 @@ class Options:
     loss: Loss = option(Loss(), "the training loss", is_recipe=True)
     optim: Optim = option(Optim(), "the optimizer", is_recipe=True)
     train: Train = option(Train(), "steps, validations and checkpoints")
-    # A run may continue with other values of `parallel.` and `memory.`: without dropout, these
-    # options change results only by rounding.
+    # A run may continue with other values of `parallel.` and `memory.`: without dropout and
+    # stochastic depth, these options change results only by rounding.
     parallel: Parallel = option(Parallel(), "devices", may_change=True, is_recipe=True)
     memory: Memory = option(Memory(), "memory", may_change=True, is_recipe=True)
     logging: Logging = option(Logging(), "logs", may_change=True)

@@ -36,6 +36,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 LONGEST = "train against_numpy steps layouts model packing switches workdir ops"
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Use a process more than there are cores, because tests wait for commands that they start.
+
+    Each process needs up to 2 GB of memory.
+    """
+    return min((os.cpu_count() or 1) + 1, 6)
+
+
 def pytest_collection_modifyitems(items):
     names = [f"test_{name}.py" for name in LONGEST.split()]
     items.sort(key=lambda item: (*names, item.path.name).index(item.path.name))

@@ -1,5 +1,6 @@
 """Functions that several test files use: tiny runs of train.py, their files, parameters, git."""
 
+import contextlib
 import functools
 import json
 import random
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absl import flags
 
 from gpt2.config import Config, with_options
 from gpt2.config.options import read_option
@@ -275,6 +277,21 @@ def assert_rounded(found, compute, params):
     expected, atol = in_float64(compute, params)
     np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
     return atol
+
+
+@contextlib.contextmanager
+def parsed(define_flags, *arguments):
+    """Define flags, parse arguments as a command would, and yield the flags' values."""
+    known = set(flags.FLAGS)
+    define_flags()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["command", *arguments])
+            flags.FLAGS(sys.argv)
+            yield flags.FLAGS
+    finally:
+        for name in set(flags.FLAGS) - known:
+            delattr(flags.FLAGS, name)
 
 
 def write_run(run, final, state="finished", error="", noise=None):

@@ -67,7 +67,8 @@ def extend(
 
     Returns:
         The float32 logits `[B, V]` of the token after each sequence, and the extended cache. The
-        logits of a sequence whose cache has no room for T more tokens are NaN.
+        logits of a sequence whose cache has no room for T more tokens are NaN, in this and all
+        later calls.
     """
     chex.assert_shape([num_new, cache.length], (tokens.shape[0],))
     capacity = jax.tree.leaves(cache.layers)[0].shape[-2]
@@ -82,5 +83,7 @@ def extend(
         mutable=["cache"],
     )
     last = jnp.take_along_axis(tokens, (num_new - 1)[:, None], axis=1)[:, 0]
-    longer = KVCache(variables["cache"], cache.length + num_new, last)
+    # Without room, keys and values were overwritten, so there is never room again.
+    length = jnp.where(has_room, cache.length + num_new, capacity + 1)
+    longer = KVCache(variables["cache"], length, last)
     return jnp.where(has_room[:, None], logits, jnp.nan), longer

@@ -24,12 +24,15 @@ MAX_LENGTH = 2**16
 _PARTS = 3  # the sum of three bfloat16 numbers is as precise as float32
 
 
-def with_linear_bias(kernel: AttentionFn) -> AttentionFn:
+def with_linear_bias(
+    kernel: AttentionFn, *, scales_queries: bool = False
+) -> AttentionFn:
     """Wrap `kernel`, an attention function that does not support biases, so that it supports one.
 
     If a `LinearBias` is the only change of the scores, and if there is no dropout, the kernel gets
     queries, keys and values whose head size is larger by `DIMENSIONS`, and no bias. In all other
     cases, the kernel gets the unchanged arguments. The result always has the original head size.
+    `scales_queries` states that the kernel multiplies the queries by the scale, in their own dtype.
     """
 
     def attention(q: Array, k: Array, v: Array, scoring: Scoring) -> Array:
@@ -37,6 +40,11 @@ def with_linear_bias(kernel: AttentionFn) -> AttentionFn:
         if slopes is None or scoring.dropout:
             return kernel(q, k, v, scoring)
         H = q.shape[-1]
+        if (
+            scales_queries
+        ):  # before slopes are appended, because 16 bits would round them
+            q = q * scoring.scale
+            scoring = scoring._replace(scale=1.0)
         heads, positions = _factors(slopes / scoring.scale, q.shape[1], q.dtype)
         q = _append(q, heads)
         k = _append(k, positions[:, None])

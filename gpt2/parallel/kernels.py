@@ -274,4 +274,4 @@ def get_attention(
             run = spread(run)
         return run(q, k, v, scoring.segments)
 
-    return with_linear_bias(attention)
+    return with_linear_bias(attention, scales_queries=name == "splash")

@@ -36,6 +36,7 @@ from gpt2.utils.trees import Batch, Sums, Tree
 
 _FINITE = "the same step is finite when repeated"
 _LAYER = re.compile(r"^h_(\d+)")
+_BAD_OUTPUT = "has NaN or Inf"  # users do not report metrics with this name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +135,7 @@ def _make_probe(program: Program, step: int, names: list[str]) -> Callable:
         if module.path and context.method_name in ("__call__", "parts", "table"):
             path = "/".join(module.path)
             modules[_LAYER.sub("h", path)] = None
-            report(module, "output", _is_bad(output))
+            report(module, _BAD_OUTPUT, _is_bad(output))
         return output
 
     def order(name: str) -> tuple[int, int, int]:
@@ -155,7 +156,7 @@ def _make_probe(program: Program, step: int, names: list[str]) -> Callable:
             flags = {f"parameter {name}": _is_bad(weights[name]) for name in weights}
             for name in sorted(sums, key=order):
                 module, _, kind = name.rpartition("/")
-                if kind == "output":
+                if kind == _BAD_OUTPUT:
                     flags[f"the output of {module}"] = sums[name][0] > 0
             flags["the loss"] = _is_bad((objective, sums["loss"]))
             # The backward pass computes gradients in the opposite order.

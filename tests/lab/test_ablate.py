@@ -548,6 +548,18 @@ def test_a_paired_sweep_is_judged_by_seeds_and_others_say_what_pairs_would_decid
     assert max(map(len, lines)) <= 80
 
 
+def test_the_report_lists_the_warnings_of_runs(tmp_path):
+    sweep = sweep_in(tmp_path, "optim.name=lion")
+    for run in sweep.runs():
+        write_run(run, 3.8)
+    for run in sweep.runs()[:2]:
+        log = "warning: the disk is full\nstep 1\nwarning: the disk is full\n"
+        (run.folder / "log.txt").write_text(log)
+    (sweep.runs()[2].folder / "log.txt").write_text("warning  the rate only rises\n")
+    text = report_of(sweep)
+    assert "\n- 2 runs: the disk is full\n- 1 run: the rate only rises\n" in text
+
+
 def test_a_pair_needs_both_runs(tmp_path):
     sweep = dataclasses.replace(sweep_in(tmp_path, "optim.name=lion"), paired=True)
     write_pairs(sweep)
@@ -562,6 +574,16 @@ def test_a_pair_needs_both_runs(tmp_path):
 
 
 # What a sweep remembers
+
+
+def test_the_report_says_that_all_tuned_values_diverged(tmp_path):
+    tune = {"optim.learning_rate": [1e-3, 2e-3]}
+    sweep = sweep_in(tmp_path, "optim.name=lion", tune=tune)
+    for run in sweep.tuning_runs():
+        write_run(run, 3.0, "diverged" if run.arm == "baseline" else "finished")
+    first, second = tuning_notes(sweep.with_choices())
+    assert first.startswith("All values in --tune diverged with baseline: start a new")
+    assert second.startswith("The best optim.learning_rate of optim.name=lion, 0.001,")
 
 
 def test_each_arm_is_tuned_on_seeds_that_are_not_used_again(tmp_path):
@@ -969,6 +991,14 @@ def test_a_dry_run_counts_starts_and_compilation(tmp_path, capsys):
     for arm in sweep.arms:
         write_measure(tmp_path, arm)
     assert measure(tmp_path, arm, slots) == pytest.approx((0.1, 20))
+    metrics = make_measuring_run(tmp_path, arm).workdir / "metrics.jsonl"
+    text = metrics.read_text()
+    interrupted = text.replace(
+        '"perf/total_seconds": 24.0', '"perf/total_seconds": 2.0'
+    )
+    assert interrupted != text
+    metrics.write_text(interrupted)
+    assert measure(tmp_path, arm, slots) == pytest.approx((0.1, 20))
     asked, last, amounts, total = describe_runs([sweep], slots).splitlines()
     text = capsys.readouterr().out
     assert "measuring the steps of baseline" in text
@@ -979,6 +1009,8 @@ def test_a_dry_run_counts_starts_and_compilation(tmp_path, capsys):
     tokens = 1000 * sweep.arms[0].config.tokens_per_step
     assert amounts.startswith(f"1 run, {format_count(tokens)} tokens and ")
     assert total.startswith("about 0:02:00 in all, ")
+    sweep = dataclasses.replace(sweep, analyses=[2, 5])
+    assert "continue, up to 5 seeds\n" in describe_runs([sweep], slots)
 
 
 def test_a_ladder_measures_arms_at_its_smallest_size_and_the_baseline_at_each(

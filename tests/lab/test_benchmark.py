@@ -13,13 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from absl import flags
 
 from gpt2.errors import UserError
 from gpt2.lab.benchmark import __main__ as command
 from gpt2.lab.benchmark import machine, measure, ours, suite
 from gpt2.lab.benchmark.first_steps import TOLERANCES, compare, draw_batch
-from tests.helpers import configured, write_rows
+from tests.helpers import configured, parsed, write_rows
 
 SMALL = """
     model.num_layers=2 model.num_heads=2 model.embed_dim=32 model.context_length=16
@@ -191,7 +190,7 @@ def test_a_variation_sets_options_with_their_types_or_flags_of_xla(monkeypatch):
 
 def test_a_peer_runs_under_the_python_that_is_named(fake):
     given = "--config=configs/quickstart.py --peers=torch --rounds=1 --seconds=1"
-    with parsed(*given.split(), "--peer_python=/other/python"):
+    with parsed(command.define_flags, *given.split(), "--peer_python=/other/python"):
         command.measure_cases()
     pythons = {name: words[0] for name, words in Fake.started.items()}
     assert pythons == {"jax": sys.executable, "torch": "/other/python"}
@@ -286,6 +285,8 @@ def test_a_part_that_fails_costs_its_own_row_alone(tmp_path, monkeypatch):
     assert "100.00 ms" in page
     suite.run_suite(tmp_path, {})
     assert asked == ["broken", "slow", "good", "broken", "slow"]
+    with pytest.raises(UserError, match="contains results with other options: none"):
+        suite.run_suite(tmp_path, {"precision.compute": "float32"})
 
 
 def test_nothing_that_a_part_started_lives_on(tmp_path):
@@ -302,20 +303,6 @@ def test_nothing_that_a_part_started_lives_on(tmp_path):
     raise AssertionError("the child still runs")
 
 
-@contextlib.contextmanager
-def parsed(*arguments):
-    known = set(flags.FLAGS)
-    command.define_flags()
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "argv", ["benchmark", *arguments])
-            flags.FLAGS(sys.argv)
-            yield flags.FLAGS
-    finally:
-        for name in set(flags.FLAGS) - known:
-            delattr(flags.FLAGS, name)
-
-
 def test_a_machine_is_told(capsys, tmp_path):
     machine.main(tmp_path)
     assert json.loads(capsys.readouterr().out)["device_kind"] == "cpu"
@@ -329,7 +316,9 @@ def test_every_part_of_the_suite_has_options_that_work(tmp_path):
         if part.name in ("machine", "profile"):  # which have no options
             continue
         is_run = part.command[0].endswith("train.py")
-        with parsed(*part.command[2 if is_run else 3 :]) as values:
+        with parsed(
+            command.define_flags, *part.command[2 if is_run else 3 :]
+        ) as values:
             if is_run:
                 assert command.cli.parse_config()
                 continue

@@ -1,5 +1,6 @@
 """Ladders: the options of each size, compute multipliers, and the verdicts on their course."""
 
+import dataclasses
 import shutil
 from fractions import Fraction
 
@@ -15,6 +16,7 @@ from gpt2.lab.ablate.judge import add_seeds
 from gpt2.lab.ablate.sweep import Sweep
 from gpt2.lab.experiments.arms import make_arms
 from gpt2.lab.experiments.cells import print_table
+from gpt2.lab.ladder import __main__ as ladder
 from gpt2.lab.ladder.courses import judge_ladder
 from gpt2.lab.ladder.dial import at_depth
 from gpt2.lab.ladder.ladder_report import print_courses, write_report
@@ -27,7 +29,7 @@ from gpt2.lab.ladder.noise import (
     sweep_pairs,
 )
 from gpt2.lab.ledger.evidence import evidence, level_at
-from tests.helpers import ROOT, thorough, write_run
+from tests.helpers import ROOT, parsed, thorough, write_run
 from tests.programs.ladder_rates import power_law, simulate, with_irreducible
 
 QUICKSTART = Config.from_dict(quickstart.get_config())
@@ -281,6 +283,18 @@ def test_a_plan_names_the_cheapest_size_in_80_columns(tmp_path, capsys):
     assert plan["pairs in a sweep"].to_list() == ["over 1000", "over 1000", "-"]
 
 
+def test_a_large_multiplier_is_no_overflow():
+    means = [5.2, 4.6, 4.4, 4.398]
+    deviations = np.array([-1e-4, 0.0, 1e-4])
+    baseline = [Losses(c, m + deviations) for c, m in zip(COMPUTE, means, strict=True)]
+    arm = [
+        Losses(c, losses.scores - 0.8)
+        for c, losses in zip(COMPUTE, baseline, strict=True)
+    ]
+    course = judge_course(baseline, arm)
+    assert course.multipliers[-1].value == 1e300
+
+
 def test_a_report_of_a_ladder_needs_no_run_of_every_size(tmp_path):
     sweeps = sweeps_in(tmp_path, [3], [1, 2, 4])
     shutil.rmtree(sweeps[2].root / "runs")
@@ -349,6 +363,65 @@ def test_a_ladder_reports_a_row_for_each_arm_in_80_columns(tmp_path, capsys):
     assert max(map(len, lines)) <= 80
     assert "optim.name=lion: grows" in lines
     assert f"  d8           {table.d8[0]}" in map(str.rstrip, lines)
+
+
+def test_a_tuned_rate_and_raised_seeds_are_in_the_report(tmp_path):
+    sweeps = sweeps_in(tmp_path, [3], [1, 2, 4])
+    tuned = []
+    for sweep in sweeps:
+        tune = [[{"optim.learning_rate": 0.004}, {"optim.learning_rate": 0.002}]]
+        chosen = {arm.name: tune[0][0] for arm in sweep.arms}
+        tuned.append(
+            dataclasses.replace(sweep, tune=tune, raised_from=2, chosen=chosen)
+        )
+        for run in tuned[-1].all_runs():
+            write_run(run, 4.0)
+    write_report(tmp_path, tuned)
+    report = (tmp_path / "report.md").read_text()
+    assert "| d8 | 256 | 8 | 36 | 1778 | 0.004 |" in report
+    assert "| optim.learning_rate=0.004 | 4.0000* | 4.0000* |" in report
+    assert "The number of seeds was raised from 2 to 3 after runs had ended." in report
+
+
+LADDER = """--config=configs/quickstart.py --config.data.corpus=synthetic
+    --config.data.tokenizer=byte --config.train.eval_batches=0 --vary=optim.name=lion"""
+
+
+def test_a_command_continues_all_sizes_of_a_ladder(tmp_path):
+    def begin(given):
+        with parsed(ladder.define_flags, *LADDER.split(), *given.split()):
+            sweeps = ladder._make_sweeps(tmp_path, [])
+        for sweep in sweeps:
+            sweep.root.mkdir(exist_ok=True)
+            sweep.save()
+        return [sweep.root.name for sweep in sweeps]
+
+    assert begin("--depths=2,4,8") == ["d2", "d4", "d8"]
+    with pytest.raises(
+        UserError, match=r"d2 already contains a sweep with optim\.learn"
+    ):
+        begin("--depths=3,5,6 --config.optim.learning_rate=1e-3")
+    assert begin("--depths=3,5,6") == ["d2", "d3", "d4", "d5", "d6", "d8"]
+    assert len(ladder._load(tmp_path)) == 6
+    for depth in (3, 4, 5, 6):
+        shutil.rmtree(tmp_path / f"d{depth}")
+    with pytest.raises(UserError, match="2 sizes of a ladder, but a report needs 3"):
+        ladder._load(tmp_path)
+
+
+def test_runs_of_a_pair_have_the_same_seed(tmp_path):
+    recipe = tmp_path / "seeded.py"
+    recipe.write_text(
+        "from configs import quickstart\n"
+        "def get_config():\n    config = quickstart.get_config()\n"
+        "    config.seed = 1\n    return config\n"
+    )
+    message = (
+        "A ladder compares runs with the same seed, but the recipes set different seeds"
+    )
+    options = [*LADDER.split(), f"--vary=recipe={recipe}", f"--workdir={tmp_path}"]
+    with parsed(ladder.define_flags, *options), pytest.raises(UserError, match=message):
+        ladder.main()
 
 
 def test_arms_without_a_verdict_continue_to_the_next_analysis(tmp_path):

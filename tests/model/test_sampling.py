@@ -100,6 +100,16 @@ def test_logits_of_a_sequence_that_outgrows_its_cache_are_nan(scanned):
         KVCache.create(config, 2, max_length=65)
 
 
+def test_a_cache_without_room_stays_without_room():
+    config = dataclasses.replace(CFG, position="rope")
+    append = functools.partial(extend, GPT(config), make_params(config))
+    cache = KVCache.create(config, 1, max_length=9)
+    for padded, fits in ((8, True), (8, False), (1, False)):
+        tokens = jnp.ones((1, padded), jnp.int32)
+        logits, cache = append(tokens, jnp.array([3]), cache)
+        assert np.isfinite(logits).all() == fits
+
+
 def test_a_users_model_is_sampled_itself():
     cfg = dataclasses.replace(CFG, scan_layers=True)  # sampling unrolls a copy
     prompt = PROMPTS[0]

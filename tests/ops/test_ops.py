@@ -300,7 +300,8 @@ def test_a_linear_bias_is_a_product_of_narrow_numbers(dtype):
 
 
 @each_dtype
-def test_a_linear_bias_needs_only_more_dimensions(dtype):
+@pytest.mark.parametrize("scales_queries", [False, True])
+def test_a_linear_bias_needs_only_more_dimensions(dtype, scales_queries):
     inputs = [normal(seed, 2, 1100, heads, 8) for seed, heads in enumerate((4, 2, 2))]
     q, k, v = (x.astype(dtype) for x in inputs)
     segments = jnp.sort(random_integers(0, 3, 2, 1100))
@@ -308,11 +309,15 @@ def test_a_linear_bias_needs_only_more_dimensions(dtype):
 
     def kernel(q, k, v, scoring):
         shapes.append((q.shape[-1], k.shape[-1], v.shape[-1], scoring.terms))
+        if scales_queries:
+            q = q * jnp.asarray(scoring.scale, q.dtype)
+            scoring = scoring._replace(scale=1.0)
         return plain.attention(q, k, v, scoring)
 
     for options in ({}, {"segments": segments}, {"window": 700}):
         scoring = Scoring(8**-0.5, terms=(BIAS,), **options)
-        fast = jax.jit(partial(with_scoring, with_linear_bias(kernel), scoring))
+        biased = with_linear_bias(kernel, scales_queries=scales_queries)
+        fast = jax.jit(partial(with_scoring, biased, scoring))
         actual = np.float32(fast(q, k, v))
         # In float32, so that only the rounding of the result is left.
         wide = (x.astype("float32") for x in (q, k, v))

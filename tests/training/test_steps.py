@@ -241,6 +241,18 @@ def test_a_loss_without_the_sum_that_divides_the_gradient_is_refused():
         apply_loss(model, first_params(CONFIG), make_batch(0), logits_loss)
 
 
+def test_a_sum_with_the_name_of_another_metric_is_refused():
+    def logits_loss(logits, part):
+        ones = (jnp.float32(1.0), jnp.float32(1.0))
+        return logits.sum(), {"loss": ones, "perplexity": ones}
+
+    model = GPT(CONFIG)
+    with pytest.raises(
+        UserError, match=r"\['perplexity'\], but every run logs other metrics"
+    ):
+        apply_loss(model, first_params(CONFIG), make_batch(0), logits_loss)
+
+
 def report_size(mlp, y, weight=0.0):
     """Report the mean square of the output of an MLP."""
     squares = jnp.sum(jnp.square(y.astype(jnp.float32)))

@@ -70,11 +70,8 @@ def _read_sweep(root: Path, slots: Sequence[Slot]) -> list[Sweep]:
             f"--vary={FLAGS.vary[0]} contains only the baseline's values",
             "Add another value",
         )
-    if FLAGS.paired and len({arm.config.seed for arm in arms}) > 1:
-        raise UserError(
-            "--paired compares runs with the same seed, but the recipes set different seeds",
-            "Add --config.seed=0",
-        )
+    if FLAGS.paired:
+        command.require_equal_seeds(arms, "--paired")
     sweep = command.make_sweep(root, arms, slots, module="gpt2.lab.ablate")
     return [replace(sweep, paired=FLAGS.paired)]
 

@@ -20,7 +20,7 @@ from gpt2.lab.experiments.arms import Arm, differences, draw_trials, read_tuned
 from gpt2.lab.experiments.checkouts import check_out
 from gpt2.lab.experiments.jobs import Slot, make_slots, train_all
 from gpt2.lab.experiments.results import check_comparable
-from gpt2.lab.experiments.run_folder import ENDED, find_root
+from gpt2.lab.experiments.run_folder import ENDED, count_warnings, find_root
 from gpt2.lab.experiments.step_time import Times, equalize, forecast
 from gpt2.lab.experiments.terms import BITS_PER_BYTE, TERMS, choose_score, flops
 from gpt2.utils.files import locked
@@ -179,7 +179,10 @@ def conclude(root: Path, sweeps: Sequence[Sweep], report: Report) -> int:
         report(root, newest)
     print_tuning_notes(newest)
     print(f"\nsee report.html or report.md, with their tables and pictures, in {root}")
-    states = [run.outcome().state for sweep in sweeps for run in sweep.all_runs()]
+    runs = [run for sweep in sweeps for run in sweep.all_runs()]
+    for warning, number in count_warnings(runs).items():
+        warn(f"in {counted(number, 'run')}: {warning}")
+    states = [run.outcome().state for run in runs]
     number = states.count("failed") + states.count("waiting")
     if number:
         print(
@@ -192,6 +195,15 @@ def _check_sizes(sweeps: Sequence[Sweep], *, to_come: bool = False) -> None:
     """Raise a UserError if runs of any sizes cannot be compared; see `check_comparable`."""
     runs = [run for sweep in sweeps for run in sweep.all_runs()]
     check_comparable(runs, sweeps[0].score, to_come=to_come)
+
+
+def require_equal_seeds(arms: Sequence[Arm], what: str) -> None:
+    """Raise a UserError if arms begin with different seeds. `what` begins the message."""
+    if len({arm.config.seed for arm in arms}) > 1:
+        raise UserError(
+            f"{what} compares runs with the same seed, but the recipes set different seeds",
+            "Add --config.seed=0",
+        )
 
 
 def make_sweep(
@@ -303,6 +315,12 @@ def describe_runs(sweeps: Sequence[Sweep], slots: Sequence[Slot]) -> str:
                 duration += " (estimated)"
             lines.append(f"{size}{run.label}  {steps} steps  {duration}")
     num_runs = len(lines) - 1
+    analyses = sweeps[0].analyses
+    if len(analyses) > 1:
+        lines.append(
+            "these are the runs before the next analysis; arms that it does not stop continue, up"
+            f" to {analyses[-1]} seeds"
+        )
     if any_estimated:
         lines.append(
             "estimated: the baseline's time at that size, multiplied by the ratio of the arm's"

@@ -17,6 +17,7 @@ from gpt2.lab.experiments.cells import print_table
 from gpt2.lab.experiments.curve_plot import plot_curves
 from gpt2.lab.experiments.decisions import Decision
 from gpt2.lab.experiments.pages import render, write_markdown
+from gpt2.lab.experiments.run_folder import count_warnings
 from gpt2.utils.files import write_text
 from gpt2.utils.text import counted
 
@@ -63,6 +64,7 @@ def write_report(sweep: Sweep) -> tuple[pd.DataFrame, str]:
         reach=sweep_tables.reach_table(sweep, results),
         tuning=sweep_tables.tuning_table(sweep, results),
         tuning_notes=sweep_tables.tuning_notes(sweep),
+        warnings=count_warnings(sweep.all_runs()),
         broken=broken[["run", "state", "steps", "error"]],
         differences=differences,
     )
@@ -161,11 +163,8 @@ def _draw(
         zero = samples[baseline].scores if sweep.paired else shown[arm.name].baseline
         if not sweep.paired or arm.name != baseline:  # its pairs would all be at 0
             dots[arm.name] = (samples[arm.name].scores - zero).dropna()
-        validated = [
-            curve for curve in compared(results, arm).curve if len(curve.scores)
-        ]
-        if validated:
-            curves[arm.name] = validated
+        arm_curves = compared(results, arm).curve
+        curves[arm.name] = [curve for curve in arm_curves if len(curve.scores)]
     if any(math.isfinite(verdict.difference) for verdict in verdicts.values()):
         plot_differences(
             root / "differences.png", shown, dots, sweep.unit, paired=sweep.paired

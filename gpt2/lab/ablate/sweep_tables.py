@@ -155,10 +155,18 @@ def tuning_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
 def tuning_notes(sweep: Sweep) -> list[str]:
     """Return a sentence for each chosen value that is the smallest or the largest value tried.
 
-    A value beyond the values tried may be better.
+    A value beyond the values tried may be better. For an arm with which all values diverged, return
+    a sentence that states this.
     """
     notes = []
+    tuning = sweep.tuning_runs()
     for arm, choice in sweep.chosen.items():
+        runs = [run for run in tuning if run.arm == arm and run.tuned == choice]
+        if any(run.outcome().state == "diverged" for run in runs):
+            notes.append(
+                f"All values in --tune diverged with {arm}: start a new sweep with other values."
+            )
+            continue
         listed = defaultdict[str, set](set)
         for axis in sweep.tune:
             for settings in axis:

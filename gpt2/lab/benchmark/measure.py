@@ -42,7 +42,8 @@ class Case(NamedTuple):
     def varied(self, text: str) -> "Case":
         """Return the case with the settings in `text`: `OPTION=VALUE,...` or `XLA_FLAGS=...`.
 
-        XLA flags are added to the flags of the environment.
+        XLA flags are added to the flags of the environment. Raise a UserError if `text` sets
+        another tokenizer, because the vocabulary of a case is fixed.
         """
         if text.startswith("XLA_FLAGS="):
             flags = f"{os.environ.get('XLA_FLAGS', '')} {text.partition('=')[2]}"
@@ -51,6 +52,11 @@ class Case(NamedTuple):
         for setting in re.split(r",(?=[a-z]+\.\w+=)", text):
             name, _, value = setting.partition("=")
             options[name] = read_option(name, value)
+        if "data.tokenizer" in options:
+            raise UserError(
+                f"--vary={text} would not change the model",
+                "Vary model.vocab_size, or run the command with each --config.data.tokenizer",
+            )
         config = with_options(self.config, options)
         return self._replace(config=config)
 

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from gpt2.errors import UserError
 from gpt2.lab.benchmark.tables import Row, table
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.utils import launch
@@ -93,7 +94,8 @@ def run_suite(output: Path, overrides: Mapping[str, object]) -> bool:
     """Run all parts that have not succeeded before, and return whether all parts have succeeded.
 
     `output` is the folder for the results. `overrides` maps dotted names of options to values,
-    which are set in every part with a config.
+    which are set in every part with a config. Raise a UserError if `output` contains results with
+    other options.
     """
     results = output / "results.jsonl"
     logs = output / "logs"
@@ -103,6 +105,13 @@ def run_suite(output: Path, overrides: Mapping[str, object]) -> bool:
     rows: list[Row] = []
     if results.exists():
         rows = list(map(json.loads, results.open()))
+    options = dict(overrides)
+    for row in rows:
+        if "status" in row and row["options"] != options:
+            raise UserError(
+                f"{output} contains results with other options: {row['options'] or 'none'}",
+                "Use another --output, or the same options",
+            )
     done = {row["part"] for row in rows if row.get("status") == "done"}
     for name, seconds, command in make_parts(output):
         if name in done:
@@ -112,7 +121,7 @@ def run_suite(output: Path, overrides: Mapping[str, object]) -> bool:
         found, status = run_command(command, seconds, logs / f"{name}.err")
         found += describe_run(output / name)
         rows = [row for row in rows if row["part"] != name]
-        for row in [*found, {"status": status}]:
+        for row in [*found, {"status": status, "options": options}]:
             rows.append({"part": name, **row})
         write_text(results, "".join(f"{json.dumps(row)}\n" for row in rows))
         write_text(output / "report.md", report(rows))

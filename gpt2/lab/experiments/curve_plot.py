@@ -33,9 +33,10 @@ def plot_curves(
 ) -> None:
     """Plot the mean and the range of each arm's curves against tokens, FLOPs and seconds.
 
-    `curves` maps each arm's name to its curves, one for each seed. The first arm is the baseline. A
-    curve of at most `MARKED` validations has a dot at each of them. A curve whose tokens are
-    unknown (NaN) is a horizontal line at its first score. `unit` is the unit of the scores.
+    `curves` maps each arm's name to its curves, one for each seed that has been validated. The
+    first arm is the baseline. A curve of at most `MARKED` validations has a dot at each of them. A
+    curve whose tokens are unknown (NaN) is a horizontal line at its first score. `unit` is the unit
+    of the scores.
     """
     from matplotlib.ticker import EngFormatter
 
@@ -46,6 +47,8 @@ def plot_curves(
             for name, style in zip(curves, itertools.cycle(styles), strict=False):
                 line, color = style
                 members = curves[name]
+                if not members:
+                    continue
                 if any(np.isnan(curve.tokens).any() for curve in members):
                     level = members[0].scores[0]
                     axes.axhline(

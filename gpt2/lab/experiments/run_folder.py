@@ -9,10 +9,12 @@ import functools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -153,12 +155,23 @@ class Run:
             trained = {start["code"] for start in starts if start["step"] < saved}
             return trained | {hash_code(self.source)}
 
+    def warnings(self) -> set[str]:
+        """Return the warnings that the run has printed."""
+        log = self.folder / "log.txt"
+        text = log.read_text(errors="replace") if log.exists() else ""
+        return set(re.findall("^warning:? +(.+)", text, re.MULTILINE))
+
     def prepare(self) -> None:
         """Write config.json for train.py, and remove the outcome of an earlier attempt."""
         # A sandbox may allow train.py to write the workdir, but not to create it.
         self.workdir.mkdir(parents=True, exist_ok=True)
         (self.folder / "outcome.json").unlink(missing_ok=True)
         write_json(self.folder / "config.json", self.options())
+
+
+def count_warnings(runs: Iterable[Run]) -> Counter[str]:
+    """Return how many runs have printed each warning."""
+    return Counter(warning for run in runs for warning in run.warnings())
 
 
 @functools.cache

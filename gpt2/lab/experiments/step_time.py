@@ -76,11 +76,13 @@ def measure(root: Path, arm: Arm, slots: Sequence[Slot]) -> tuple[float, float]:
     steps = records["perf/step_seconds"].dropna()
     # The first log line has the time of the first step alone, which is slower than other steps.
     step = float(steps[1:].median())
-    whole = float(records["perf/total_seconds"].max())
+    # If the run was interrupted, the later process counts only its own seconds.
+    first = records.dropna(subset="perf/total_seconds").iloc[0]
+    start = float(first["perf/total_seconds"] - first.step * step)
     num_steps = arm.config.train.num_steps
     mean_tokens = arm.config.shapes.tokens(num_steps) / num_steps
     fraction = mean_tokens / arm.config.shapes.largest.tokens
-    return fraction * step, whole - _STEPS * step
+    return fraction * step, start
 
 
 class Times(NamedTuple):

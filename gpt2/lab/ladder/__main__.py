@@ -35,6 +35,7 @@ from gpt2.lab.ladder.courses import judge_ladder
 from gpt2.lab.ladder.dial import at_depth
 from gpt2.lab.ladder.ladder_report import print_courses, write_report
 from gpt2.lab.ladder.noise import measure_noise, plan_pairs
+from gpt2.utils.text import counted
 
 FLAGS = flags.FLAGS
 _LEAST_SIZES = 3  # a line fits any two sizes exactly
@@ -67,7 +68,7 @@ def main() -> int:
 
 
 def _make_sweeps(root: Path, slots: Sequence[Slot]) -> list[Sweep]:
-    """Return a sweep for each depth in `--depths`, the smallest first.
+    """Return a sweep for each depth in `--depths` and in the folder `root`, the smallest first.
 
     `slots` are the resources of simultaneous runs. With --equal=seconds, short runs in the first
     slot measure the time of each arm's step.
@@ -104,6 +105,9 @@ def _make_sweeps(root: Path, slots: Sequence[Slot]) -> list[Sweep]:
             " because their batches differ",
             "Use --config.train.eval_batches=0, which reads the whole split",
         )
+    command.require_equal_seeds(arms, "A ladder")
+    # The sizes of earlier commands go on with the same flags, so that all sizes stay comparable.
+    depths.update(sweep.arms[0].config.model.num_layers for sweep in _load_all(root))
     sweeps = []
     for depth in sorted(depths):
         ratio = Fraction(depth, arms[0].config.model.num_layers)
@@ -111,10 +115,8 @@ def _make_sweeps(root: Path, slots: Sequence[Slot]) -> list[Sweep]:
         folder = root / f"d{depth}"
         sweep = command.make_sweep(folder, at_size, slots, module="gpt2.lab.ladder")
         sweeps.append(sweep)
-    sizes = {sweep.root: command.continued(sweep) for sweep in sweeps}
-    for path in root.glob("d*/sweep.json"):
-        sizes.setdefault(path.parent, load_sweep(path.parent))
-    names = [[arm.name for arm in sweep.arms[1:]] for sweep in sizes.values()]
+    sizes = [command.continued(sweep) for sweep in sweeps]
+    names = [[arm.name for arm in sweep.arms[1:]] for sweep in sizes]
     if any({*each} != {*names[0]} for each in names):
         known = dict.fromkeys(itertools.chain(*names))
         raise UserError(
@@ -128,13 +130,18 @@ def _make_sweeps(root: Path, slots: Sequence[Slot]) -> list[Sweep]:
 
 def _load(root: Path) -> list[Sweep]:
     """Return the sweeps in a ladder's folder, the smallest size first."""
-    folders = [path.parent for path in root.glob("d*/sweep.json")]
-    if not folders:
+    sweeps = [sweep.with_choices() for sweep in _load_all(root)]
+    if len(sweeps) < _LEAST_SIZES:
         raise UserError(
-            f"--workdir={root} contains no ladder", "Give the --workdir of a ladder"
+            f"--workdir={root} contains {counted(len(sweeps), 'size')} of a ladder, but a report"
+            f" needs {_LEAST_SIZES}",
+            "Give the --workdir of a ladder, or repeat the command that began it",
         )
-    sweeps = [load_sweep(folder).with_choices() for folder in folders]
     return sorted(sweeps, key=lambda sweep: sweep.arms[0].config.model.num_layers)
+
+
+def _load_all(root: Path) -> list[Sweep]:
+    return [load_sweep(path.parent) for path in root.glob("d*/sweep.json")]
 
 
 def words(sweeps: Sequence[Sweep]) -> dict[str, str]:

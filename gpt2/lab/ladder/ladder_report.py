@@ -6,8 +6,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from gpt2.config import with_options
 from gpt2.lab.ablate.judge import compared
 from gpt2.lab.ablate.sweep import Sweep
+from gpt2.lab.ablate.sweep_tables import tuning_table
 from gpt2.lab.experiments.arms import differences
 from gpt2.lab.experiments.cells import interval, number, print_table, spread
 from gpt2.lab.experiments.curve_plot import BASELINE, COLORS, drawing, visible
@@ -44,6 +46,12 @@ def write_report(root: Path, sweeps: Sequence[Sweep]) -> pd.DataFrame:
         seeds=sorted({sweep.num_seeds(arm) for sweep in sweeps for arm in sweep.arms}),
         courses=table,
         sizes=_size_table(sweeps, results, noise),
+        tuning={
+            sweep.root.name: tuning_table(sweep, table)
+            for sweep, table in zip(sweeps, results, strict=True)
+            if sweep.tune
+        },
+        raised_from=max(sweep.raised_from for sweep in sweeps),
         farthest=f"{FARTHEST:g}",
         stays=STAYS,
         has_picture=bool(pictures),
@@ -110,7 +118,7 @@ def _size_table(
     rows = []
     for sweep, table, size in zip(sweeps, results, noise.itertuples(), strict=True):
         baseline = sweep.arms[0]
-        config = baseline.config
+        config = with_options(baseline.config, sweep.chosen.get(baseline.name, {}))
         runs = compared(table, baseline, "finished")
         row = {
             "size": sweep.root.name,

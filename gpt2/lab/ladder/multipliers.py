@@ -211,4 +211,4 @@ def _reach(curve: Array, x: Array, targets: Array) -> Array:
 
 
 def _exp10(interval: Interval) -> Interval:
-    return Interval(*(float(10**value) for value in interval))
+    return Interval(*(10.0 ** np.clip(interval, -300, 300)).tolist())

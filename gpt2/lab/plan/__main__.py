@@ -20,7 +20,7 @@ from absl import flags
 
 from gpt2 import cli
 from gpt2.config import Config
-from gpt2.errors import log
+from gpt2.errors import UserError, log
 from gpt2.lab.plan.collectives import describe_collectives
 from gpt2.lab.plan.plan import ATTAINABLE, Plan, compile_plan, make_program
 from gpt2.lab.plan.search import search
@@ -82,6 +82,11 @@ def main() -> int:
 
 def _find_devices(config: Config) -> list[jax.Device]:
     args = flags.FLAGS
+    if args.devices and args.chips:
+        raise UserError(
+            f"--devices={args.devices} and --chips={args.chips} contradict each other",
+            "Leave one of them out",
+        )
     # These settings take effect only before JAX looks for devices.
     if args.devices or args.chips:
         jax.config.update("jax_platforms", "cpu")

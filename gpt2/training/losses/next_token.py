@@ -36,6 +36,19 @@ LossFn = Callable[..., tuple[Array, Sums]]
 # The arrays of a batch that every loss may read. A batch does not need to have `segments`.
 NEXT_TOKEN_ARRAYS = {"tokens", "targets", "segments"}
 
+# Metrics that steps, validations and log lines add to those of the loss, as `train/` or `eval/`.
+_OTHER_METRICS = {
+    "perplexity",
+    "bits_per_byte",
+    "grad_norm",
+    "learning_rate",
+    "skipped_steps",
+    "bad_in_a_row",
+    "gradient_noise",
+    "gradient_signal",
+    "noise_scale",
+}
+
 LOSS_TERMS: tuple[type[LossTerm], ...] = (Ahead, ZLoss)
 
 
@@ -131,6 +144,12 @@ def apply_loss(
                 )
             sums[name] = total, count
             objective += auxiliary
+    if taken := _OTHER_METRICS & sums.keys():
+        raise UserError(
+            f"The loss or a module logs {sorted(taken)}, but every run logs other metrics with"
+            " these names",
+            "Rename what the loss or the module logs",
+        )
     return objective, sums
 
 
