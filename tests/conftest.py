@@ -37,11 +37,8 @@ LONGEST = "train against_numpy steps layouts model packing switches workdir ops"
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Use a process more than there are cores, because tests wait for commands that they start.
-
-    Each process needs up to 2 GB of memory.
-    """
-    return min((os.cpu_count() or 1) + 1, 6)
+    """Use two to six processes, each of which needs up to 2 GB of memory."""
+    return min(max(os.cpu_count() or 2, 2), 6)
 
 
 def pytest_collection_modifyitems(items):

@@ -40,9 +40,7 @@ def with_linear_bias(
         if slopes is None or scoring.dropout:
             return kernel(q, k, v, scoring)
         H = q.shape[-1]
-        if (
-            scales_queries
-        ):  # before slopes are appended, because 16 bits would round them
+        if scales_queries:  # and would round the slopes, which are not yet appended
             q = q * scoring.scale
             scoring = scoring._replace(scale=1.0)
         heads, positions = _factors(slopes / scoring.scale, q.shape[1], q.dtype)
