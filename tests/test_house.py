@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 # Thousands of tokens of Python in a package: names, numbers, strings and signs, without comments,
 # docstrings and layout. A line costs nothing, so squeezing lines gains nothing.
 ROOMS = {
-    "model": 12.3,
+    "model": 12.4,
     "ops": 11.1,
     "optim": 6.8,
     "parallel": 9.1,
@@ -32,11 +32,11 @@ ROOMS = {
     "lab/plan": 3.8,
     "lab/profile": 2.1,
     "lab/benchmark": 5.7,
-    "lab": 45.3,
+    "lab": 45.8,
 }
-TOKENS = 147_200  # under gpt2/
+TOKENS = 147_800  # under gpt2/
 DENSITY = 10.6  # tokens per statement; seqax has 10.0, nanochat 10.4, levanter 10.5, nanodo 10.9
-TESTS = 154_800
+TESTS = 155_900
 TESTS_DENSITY = 12.8
 WORDS = 41_900
 TRAIN_LINES = 230
