@@ -32,7 +32,7 @@ def plot_losses(workdir: Path, reference: str = "") -> None:
     axes = figure.subplots()
     axes.set_title(url_or_path(workdir), parse_math=False)
     axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)
     window = max(1, len(train) // 30)
@@ -66,6 +66,7 @@ def plot_losses(workdir: Path, reference: str = "") -> None:
     first = len(train) // 20
     shown = [*train.iloc[first:], *validation]
     span = max(shown) - min(shown) + 0.1
-    axes.set_ylim(top=max(shown) + 0.6 * span)
-    axes.legend(frameon=False, loc="upper right")
+    axes.set_ylim(top=max(shown) + 0.4 * span)
+    # Below the plot, where the legend hides no curve.
+    figure.legend(frameon=False, loc="outside lower center", ncols=2)
     figure.savefig(workdir / "loss.png")
