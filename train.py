@@ -109,6 +109,7 @@ def first_state(program: Program, dataset: Dataset) -> TrainState:
     if not (source := program.config.train.init_from):
         return program.init_state()
     params = load_initial_params(source, program.model.config, dataset.tokenizer)
+    distributed.only_first(log)(f"starting from the weights of {source}", sys.stdout)
     return program.init_state(jax.device_get(params))
 
 

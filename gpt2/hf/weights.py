@@ -189,7 +189,11 @@ def with_model_of_weights(
         kind, directory, _ = _split_source(source)
         found, theirs = _read_source(kind, directory)
         spec = config.data.tokenizer
-        if not tokenizers.is_trained(spec):
+        if tokenizers.is_trained(spec):
+            # Known before the text is encoded: tokenizers of different texts differ.
+            if kind == "hf" or load_config(directory).data.corpus != config.data.corpus:
+                raise _other_tokenizer(source, directory)
+        else:
             end_of_text = config.data.end_of_text
             tokenizer = tokenizers.build(spec, end_of_text=end_of_text)
             _require_same_tokens(source, directory, theirs, tokenizer)
@@ -256,11 +260,15 @@ def _require_same_tokens(
     """
     theirs.eot = tokenizer.eot  # data.end_of_text may choose another token
     if tokenizers.fingerprint(theirs) != tokenizers.fingerprint(tokenizer):
-        raise UserError(
-            f"The weights of {source} were trained with another tokenizer than data.tokenizer, "
-            "which encodes the corpus",
-            f"Use --config.data.tokenizer={directory}/tokenizer.json",
-        )
+        raise _other_tokenizer(source, directory)
+
+
+def _other_tokenizer(source: str, directory: Path) -> UserError:
+    return UserError(
+        f"The weights of {source} were trained with another tokenizer than data.tokenizer, which "
+        "encodes the corpus",
+        f"Use --config.data.tokenizer={directory}/tokenizer.json",
+    )
 
 
 def load_initial_params(

@@ -35,11 +35,12 @@ def plot_losses(workdir: Path, reference: str = "") -> None:
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)
-    window = max(1, len(train) // 30)
+    window = 2 * (len(train) // 60) + 1  # odd, so that the mean is centred
     rolling = train.rolling(window, min_periods=1, center=True)
     smooth = rolling.mean()
     axes.plot(train, color="C0", alpha=0.22)
-    axes.plot(smooth, color="C0", label=f"train (last {smooth.iloc[-1]:.3f})")
+    mean = f" (line: mean of {window} log lines)" if window > 1 else ""
+    axes.plot(smooth, color="C0", label=f"train {train.iloc[-1]:.3f}{mean}")
     if not validation.empty:
         best = validation.min()
         newest = validation.iloc[-1]

@@ -324,6 +324,10 @@ def test_a_run_has_the_model_of_its_weights_but_for_what_its_user_sets(tied, tmp
     workdir = tmp_path / "run"
     start = {"train.init_from": f"hf:{source}"}
     config = with_options(Config.from_dict(get_quickstart()), start)
+    with pytest.raises(UserError, match="another tokenizer"):  # before it is trained
+        with_model_of_weights(config, {}, workdir)
+    start = {"data.tokenizer": str(source / "tokenizer.json")}
+    config = with_options(config, start)
     chosen = {"model.context_length": 48, "model.dropout": 0.1}
     run = with_model_of_weights(with_options(config, chosen), chosen, workdir)
     run = run.with_vocabulary(131)
@@ -354,9 +358,16 @@ def test_a_run_with_a_shorter_context_has_no_longer_window_than_its_context(tmp_
     config = with_options(usual, start | chosen)
     run = with_model_of_weights(config, chosen, tmp_path / "run")
     assert (run.model.window, run.model.vocab_size) == (0, 320)
-    other = with_options(config, {"data.tokenizer": "gpt2"})
-    with pytest.raises(UserError, match="another tokenizer"):  # before it is prepared
-        with_model_of_weights(other, chosen, tmp_path / "run")
+    for change in (
+        {"data.tokenizer": "gpt2"},
+        {"data.tokenizer": "char", "data.corpus": "text:other.txt"},
+    ):
+        other = with_options(config, change)
+        with pytest.raises(UserError, match="another tokenizer"):  # before preparation
+            with_model_of_weights(other, chosen, tmp_path / "run")
+    # A tokenizer that is trained on the same text may be the same one.
+    same = with_options(config, {"data.tokenizer": "char"})
+    assert with_model_of_weights(same, chosen, tmp_path / "run").model.window == 0
 
 
 def test_a_run_of_longer_context_may_scale_rope_that_was_not(tmp_path):

@@ -42,7 +42,8 @@ class Plan(NamedTuple):
     """The compiled program, memory and collectives of one training step."""
 
     program: Program
-    # Bytes per device. `activations` is the step's peak memory without the other entries.
+    # Bytes per device. `activations, other` is the step's peak memory without the other entries,
+    # and contains, for example, gathered parameters.
     memory: dict[str, int]
     text: str  # the compiled step as HLO
     collectives: list[Collective]
@@ -123,7 +124,7 @@ def compile_plan(program: Program) -> Plan:
             exit_code=1,
         ) from error
     memory = state_bytes(program.backend, state)
-    memory["activations"] = compiled.peak_bytes - sum(memory.values())
+    memory["activations, other"] = compiled.peak_bytes - sum(memory.values())
     text = compiled.text()
     return Plan(program, memory, text, collectives(text))
 
