@@ -839,7 +839,7 @@ class Options:
     loss: Loss = option(Loss(), "the training loss", is_recipe=True)
     optim: Optim = option(Optim(), "the optimizer", is_recipe=True)
     train: Train = option(Train(), "steps, validations and checkpoints")
-    # A run may continue with other values of `parallel.` and `memory.`: without dropout and
+    # A run may continue with other values of `parallel.` and `memory.`: without dropout or
     # stochastic depth, these options change results only by rounding.
     parallel: Parallel = option(Parallel(), "devices", may_change=True, is_recipe=True)
     memory: Memory = option(Memory(), "memory", may_change=True, is_recipe=True)

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -37,8 +38,12 @@ LONGEST = "train against_numpy steps layouts model packing switches workdir ops"
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Use two to six processes, each of which needs up to 2 GB of memory."""
-    return min(max(os.cpu_count() or 2, 2), 6)
+    """Use a process for each core, but two to six. Each needs up to 2 GB of memory."""
+    cores = os.cpu_count() or 2
+    if sys.platform == "linux":
+        cores = len(os.sched_getaffinity(0))
+    wanted = os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS")  # xdist's own variable
+    return int(wanted or min(max(cores, 2), 6))
 
 
 def pytest_collection_modifyitems(items):

@@ -23,7 +23,8 @@ class KVCache(struct.PyTreeNode):
             `[B, K, S, H]` in the compute dtype, with room for S tokens. Keys and values are
             separate arrays, and their axis of heads precedes the axis of tokens, so that a step can
             update the arrays in place and multiply them without a transpose.
-        length: `[B]` int32, the number of tokens in the cache of each sequence.
+        length: `[B]` int32, the number of tokens in the cache of each sequence, or S + 1 if there
+            was no room for a token.
         last: `[B]` int32, the last token of each sequence; any token if the sequence is empty.
     """
 

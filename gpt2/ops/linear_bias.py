@@ -40,7 +40,9 @@ def with_linear_bias(
         if slopes is None or scoring.dropout:
             return kernel(q, k, v, scoring)
         H = q.shape[-1]
-        if scales_queries:  # and would round the slopes, which are not yet appended
+        if (
+            scales_queries
+        ):  # now, because the kernel would also scale and so round the slopes
             q = q * scoring.scale
             scoring = scoring._replace(scale=1.0)
         heads, positions = _factors(slopes / scoring.scale, q.shape[1], q.dtype)

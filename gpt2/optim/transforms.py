@@ -126,8 +126,8 @@ def average_parameters(
 
     With a `decay`, the average is exponential (Tarvainen and Valpola 2017). Otherwise, it is the
     mean of the parameters over all updates after the first `start` updates. During the first
-    `start` updates, the average equals the newest parameters. If `start` becomes larger, and the
-    average contains earlier updates, the average begins anew with the next update.
+    `start` updates, the average equals the newest parameters. If `start` becomes larger while the
+    average contains earlier updates, these updates remain in the average.
     """
 
     def init_fn(params: Tree) -> AverageState:
@@ -136,10 +136,8 @@ def average_parameters(
         return AverageState(jnp.int32(0), jnp.int32(0), copy)
 
     def update_fn(updates: Tree, state: AverageState, params: Tree = None):
-        tail = state.count + 1 - start
-        # If a run continues with more steps, its tail starts later. An average that began before
-        # the new tail begins anew.
-        averaged = jnp.where(tail > state.averaged, state.averaged + 1, 1) * (tail > 0)
+        # If a run continues with more steps, its tail starts later, and `averaged` decreases.
+        averaged = jnp.clip(state.count + 1 - start, 0, state.averaged + 1)
         weight = decay or 1 - 1 / jnp.maximum(averaged, 1)
         average = jax.tree.map(
             lambda old, param, update: weight * old + (1 - weight) * (param + update),

@@ -557,7 +557,7 @@ def test_the_report_lists_the_warnings_of_runs(tmp_path):
         (run.folder / "log.txt").write_text(log)
     (sweep.runs()[2].folder / "log.txt").write_text("warning  the rate only rises\n")
     text = report_of(sweep)
-    assert "\n- 2 runs: the disk is full\n- 1 run: the rate only rises\n" in text
+    assert "\n- 2 runs: `the disk is full`\n- 1 run: `the rate only rises`\n" in text
 
 
 def test_a_pair_needs_both_runs(tmp_path):
@@ -582,7 +582,7 @@ def test_the_report_says_that_all_tuned_values_diverged(tmp_path):
     for run in sweep.tuning_runs():
         write_run(run, 3.0, "diverged" if run.arm == "baseline" else "finished")
     first, second = tuning_notes(sweep.with_choices())
-    assert first.startswith("All values in --tune diverged with baseline: start a new")
+    assert first.startswith("A run of baseline diverged with every value in --tune")
     assert second.startswith("The best optim.learning_rate of optim.name=lion, 0.001,")
 
 
@@ -1011,6 +1011,9 @@ def test_a_dry_run_counts_starts_and_compilation(tmp_path, capsys):
     assert total.startswith("about 0:02:00 in all, ")
     sweep = dataclasses.replace(sweep, analyses=[2, 5])
     assert "continue, up to 5 seeds\n" in describe_runs([sweep], slots)
+    most = {arm.name: 2 for arm in sweep.arms}
+    sweep = dataclasses.replace(sweep, analyses=[1, 2], seeds=most)
+    assert "continue, up to" not in describe_runs([sweep], slots)
 
 
 def test_a_ladder_measures_arms_at_its_smallest_size_and_the_baseline_at_each(

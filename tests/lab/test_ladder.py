@@ -292,7 +292,7 @@ def test_a_large_multiplier_is_no_overflow():
         for c, losses in zip(COMPUTE, baseline, strict=True)
     ]
     course = judge_course(baseline, arm)
-    assert course.multipliers[-1].value == 1e300
+    assert course.multipliers[-1] == course.slope == (1e6, 1e6, 1e6)
 
 
 def test_a_report_of_a_ladder_needs_no_run_of_every_size(tmp_path):
@@ -401,15 +401,17 @@ def test_a_command_continues_all_sizes_of_a_ladder(tmp_path):
         UserError, match=r"d2 already contains a sweep with optim\.learn"
     ):
         begin("--depths=3,5,6 --config.optim.learning_rate=1e-3")
-    assert begin("--depths=3,5,6") == ["d2", "d3", "d4", "d5", "d6", "d8"]
-    assert len(ladder._load(tmp_path)) == 6
-    for depth in (3, 4, 5, 6):
+    assert begin("--depths=3 --seeds=5") == ["d2", "d3", "d4", "d8"]
+    assert begin("") == ["d2", "d3", "d4", "d8"]  # not the default depths
+    assert {*map(str, (s.analyses for s in ladder._load(tmp_path)))} == {"[5]"}
+    for depth in (3, 4):
         shutil.rmtree(tmp_path / f"d{depth}")
     with pytest.raises(UserError, match="2 sizes of a ladder, but a report needs 3"):
         ladder._load(tmp_path)
 
 
-def test_runs_of_a_pair_have_the_same_seed(tmp_path):
+def test_runs_of_a_pair_have_the_same_seed(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_RUN_GROUP", "")
     recipe = tmp_path / "seeded.py"
     recipe.write_text(
         "from configs import quickstart\n"

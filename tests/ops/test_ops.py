@@ -300,8 +300,7 @@ def test_a_linear_bias_is_a_product_of_narrow_numbers(dtype):
 
 
 @each_dtype
-@pytest.mark.parametrize("scales_queries", [False, True])
-def test_a_linear_bias_needs_only_more_dimensions(dtype, scales_queries):
+def test_a_linear_bias_needs_only_more_dimensions(dtype):
     inputs = [normal(seed, 2, 1100, heads, 8) for seed, heads in enumerate((4, 2, 2))]
     q, k, v = (x.astype(dtype) for x in inputs)
     segments = jnp.sort(random_integers(0, 3, 2, 1100))
@@ -309,15 +308,11 @@ def test_a_linear_bias_needs_only_more_dimensions(dtype, scales_queries):
 
     def kernel(q, k, v, scoring):
         shapes.append((q.shape[-1], k.shape[-1], v.shape[-1], scoring.terms))
-        if scales_queries:
-            q = q * jnp.asarray(scoring.scale, q.dtype)
-            scoring = scoring._replace(scale=1.0)
         return plain.attention(q, k, v, scoring)
 
     for options in ({}, {"segments": segments}, {"window": 700}):
         scoring = Scoring(8**-0.5, terms=(BIAS,), **options)
-        biased = with_linear_bias(kernel, scales_queries=scales_queries)
-        fast = jax.jit(partial(with_scoring, biased, scoring))
+        fast = jax.jit(partial(with_scoring, with_linear_bias(kernel), scoring))
         actual = np.float32(fast(q, k, v))
         # In float32, so that only the rounding of the result is left.
         wide = (x.astype("float32") for x in (q, k, v))
@@ -327,6 +322,19 @@ def test_a_linear_bias_needs_only_more_dimensions(dtype, scales_queries):
         assert np.abs(without - expected).max() > 0.5
         np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * 4)
     assert {*shapes} == {(16, 16, 16, ())}
+
+
+def test_a_kernel_that_scales_queries_gets_exact_slopes():
+    def kernel(q, k, v, scoring):
+        given.append(q * jnp.asarray(scoring.scale, q.dtype))
+        return v
+
+    given = []
+    q, k, v = (x.astype("bfloat16") for x in qkv(1, 4, 4, 8))
+    biased = with_linear_bias(kernel, scales_queries=True)
+    biased(q, k, v, Scoring(8**-0.5, terms=(BIAS,)))
+    slopes = np.float64(given[0])[0, 0, :, 8:14:2].sum(-1)
+    np.testing.assert_allclose(slopes, BIAS.slopes, rtol=2**-22)
 
 
 @pytest.mark.parametrize("name", ["blocked", "splash"])

@@ -98,8 +98,8 @@ the average keeps the parameters before the step: optim/transforms.py, optim -k 
     - (1 - weight) * (param + update)
     + (1 - weight) * param
 the mean over the tail begins a step early: optim/transforms.py, optim -k 'formulas and tail'
-    - tail = state.count + 1 - start
-    + tail = state.count + 2 - start
+    - state.count + 1 - start, 0
+    + state.count + 2 - start, 0
 scheduled decay is a step ahead: optim/optimizers.py, optim -k 'formulas and scheduled'
     - schedule(count) / peak
     + schedule(count + 1) / peak

@@ -248,7 +248,7 @@ def test_a_sum_with_the_name_of_another_metric_is_refused():
 
     model = GPT(CONFIG)
     with pytest.raises(
-        UserError, match=r"\['perplexity'\], but every run logs other metrics"
+        UserError, match=r"\['perplexity'\], which are the names of other"
     ):
         apply_loss(model, first_params(CONFIG), make_batch(0), logits_loss)
 

@@ -179,7 +179,7 @@ def conclude(root: Path, sweeps: Sequence[Sweep], report: Report) -> int:
         report(root, newest)
     print_tuning_notes(newest)
     print(f"\nsee report.html or report.md, with their tables and pictures, in {root}")
-    runs = [run for sweep in sweeps for run in sweep.all_runs()]
+    runs = [run for sweep in newest for run in sweep.all_runs()]
     for warning, number in count_warnings(runs).items():
         warn(f"in {counted(number, 'run')}: {warning}")
     states = [run.outcome().state for run in runs]
@@ -315,11 +315,11 @@ def describe_runs(sweeps: Sequence[Sweep], slots: Sequence[Slot]) -> str:
                 duration += " (estimated)"
             lines.append(f"{size}{run.label}  {steps} steps  {duration}")
     num_runs = len(lines) - 1
-    analyses = sweeps[0].analyses
-    if len(analyses) > 1:
+    most = sweeps[0].analyses[-1]
+    if any(sweep.num_seeds(arm) < most for sweep in sweeps for arm in sweep.arms):
         lines.append(
-            "these are the runs before the next analysis; arms that it does not stop continue, up"
-            f" to {analyses[-1]} seeds"
+            "only the runs before the next analysis are listed; arms that the analysis does not"
+            f" stop continue, up to {most} seeds"
         )
     if any_estimated:
         lines.append(

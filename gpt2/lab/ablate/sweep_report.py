@@ -123,9 +123,9 @@ def print_verdicts(
 
 
 def print_tuning_notes(sweeps: Sequence[Sweep]) -> None:
-    """Print which tuned values are the smallest or the largest in their list in `--tune`.
+    """Print which tuned values are the smallest or the largest in their list; see `tuning_notes`.
 
-    A value beyond the end of the list may be better. Also print that luck can decide which value is
+    Also print that luck can decide which value is
     chosen, because few seeds are trained with each value.
     """
     for sweep in sweeps:

@@ -155,8 +155,8 @@ def tuning_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
 def tuning_notes(sweep: Sweep) -> list[str]:
     """Return a sentence for each chosen value that is the smallest or the largest value tried.
 
-    A value beyond the values tried may be better. For an arm with which all values diverged, return
-    a sentence that states this.
+    A value beyond the values tried may be better. If a run of an arm diverged with every value,
+    return a sentence that states this instead.
     """
     notes = []
     tuning = sweep.tuning_runs()
@@ -164,7 +164,8 @@ def tuning_notes(sweep: Sweep) -> list[str]:
         runs = [run for run in tuning if run.arm == arm and run.tuned == choice]
         if any(run.outcome().state == "diverged" for run in runs):
             notes.append(
-                f"All values in --tune diverged with {arm}: start a new sweep with other values."
+                f"A run of {arm} diverged with every value in --tune, so the first value is used."
+                " Other values may be better."
             )
             continue
         listed = defaultdict[str, set](set)

@@ -43,7 +43,7 @@ class Case(NamedTuple):
         """Return the case with the settings in `text`: `OPTION=VALUE,...` or `XLA_FLAGS=...`.
 
         XLA flags are added to the flags of the environment. Raise a UserError if `text` sets
-        another tokenizer, because the vocabulary of a case is fixed.
+        `data.tokenizer`, because the vocabulary of a case is fixed.
         """
         if text.startswith("XLA_FLAGS="):
             flags = f"{os.environ.get('XLA_FLAGS', '')} {text.partition('=')[2]}"
@@ -54,7 +54,8 @@ class Case(NamedTuple):
             options[name] = read_option(name, value)
         if "data.tokenizer" in options:
             raise UserError(
-                f"--vary={text} would not change the model",
+                f"--vary={text} sets data.tokenizer, but every variation has the vocabulary of the"
+                " config",
                 "Vary model.vocab_size, or run the command with each --config.data.tokenizer",
             )
         config = with_options(self.config, options)

@@ -107,9 +107,12 @@ def run_suite(output: Path, overrides: Mapping[str, object]) -> bool:
         rows = list(map(json.loads, results.open()))
     options = dict(overrides)
     for row in rows:
-        if "status" in row and row.get("options", {}) != options:
+        if row.get("options", options) != options:
+            others = " ".join(
+                f"{name}={row['options'][name]}" for name in row["options"]
+            )
             raise UserError(
-                f"{output} contains results with other options: {row.get('options') or 'none'}",
+                f"{output} contains results with other options: {others or 'none'}",
                 "Use another --output, or the same options",
             )
     done = {row["part"] for row in rows if row.get("status") == "done"}

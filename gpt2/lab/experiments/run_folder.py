@@ -156,9 +156,10 @@ class Run:
             return trained | {hash_code(self.source)}
 
     def warnings(self) -> set[str]:
-        """Return the warnings that the run has printed."""
+        """Return the warnings that the run has printed, without the path of the run's folder."""
         log = self.folder / "log.txt"
         text = log.read_text(errors="replace") if log.exists() else ""
+        text = text.replace(f"{self.folder}/", "")
         return set(re.findall("^warning:? +(.+)", text, re.MULTILINE))
 
     def prepare(self) -> None:

@@ -19,6 +19,7 @@ if __name__ == "__main__":
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -73,8 +74,10 @@ def _make_sweeps(root: Path, slots: Sequence[Slot]) -> list[Sweep]:
     `slots` are the resources of simultaneous runs. With --equal=seconds, short runs in the first
     slot measure the time of each arm's step.
     """
-    depths = {int(depth) for depth in FLAGS.depths if depth.isdecimal()} - {0}
-    if len(depths) != len(FLAGS.depths) or len(depths) < _LEAST_SIZES:
+    found = {sweep.arms[0].config.model.num_layers for sweep in _load_all(root)}
+    given = FLAGS.depths if FLAGS["depths"].present or not found else []
+    depths = {int(depth) for depth in given if depth.isdecimal()} - {0}
+    if len(depths) != len(given) or len(depths | found) < _LEAST_SIZES:
         raise UserError(
             f"--depths={','.join(FLAGS.depths)} is not a list of {_LEAST_SIZES} or more"
             " different numbers of layers",
@@ -106,10 +109,9 @@ def _make_sweeps(root: Path, slots: Sequence[Slot]) -> list[Sweep]:
             "Use --config.train.eval_batches=0, which reads the whole split",
         )
     command.require_equal_seeds(arms, "A ladder")
-    # The sizes of earlier commands go on with the same flags, so that all sizes stay comparable.
-    depths.update(sweep.arms[0].config.model.num_layers for sweep in _load_all(root))
     sweeps = []
-    for depth in sorted(depths):
+    # Sizes of earlier commands are continued with the same flags, so that all sizes are comparable.
+    for depth in sorted(depths | found):
         ratio = Fraction(depth, arms[0].config.model.num_layers)
         at_size = [at_depth(arm, ratio) for arm in arms]
         folder = root / f"d{depth}"
@@ -125,23 +127,25 @@ def _make_sweeps(root: Path, slots: Sequence[Slot]) -> list[Sweep]:
         )
     if sweeps[0].analyses[0] < 2:
         raise UserError("--seeds=1 allows no confidence interval", "Give --seeds=3")
-    return sweeps
+    analyses = max(sweep.analyses for sweep in sizes)
+    return [replace(sweep, analyses=analyses) for sweep in sweeps]
 
 
 def _load(root: Path) -> list[Sweep]:
     """Return the sweeps in a ladder's folder, the smallest size first."""
     sweeps = [sweep.with_choices() for sweep in _load_all(root)]
     if len(sweeps) < _LEAST_SIZES:
+        number = counted(len(sweeps), "size") if sweeps else "no size"
         raise UserError(
-            f"--workdir={root} contains {counted(len(sweeps), 'size')} of a ladder, but a report"
-            f" needs {_LEAST_SIZES}",
+            f"--workdir={root} contains {number} of a ladder, but a report needs {_LEAST_SIZES}",
             "Give the --workdir of a ladder, or repeat the command that began it",
         )
     return sorted(sweeps, key=lambda sweep: sweep.arms[0].config.model.num_layers)
 
 
 def _load_all(root: Path) -> list[Sweep]:
-    return [load_sweep(path.parent) for path in root.glob("d*/sweep.json")]
+    paths = root.glob("d*/sweep.json")
+    return [load_sweep(p.parent) for p in paths if p.parent.name[1:].isdecimal()]
 
 
 def words(sweeps: Sequence[Sweep]) -> dict[str, str]:

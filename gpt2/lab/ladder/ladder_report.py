@@ -11,11 +11,12 @@ from gpt2.lab.ablate.judge import compared
 from gpt2.lab.ablate.sweep import Sweep
 from gpt2.lab.ablate.sweep_tables import tuning_table
 from gpt2.lab.experiments.arms import differences
-from gpt2.lab.experiments.cells import interval, number, print_table, spread
+from gpt2.lab.experiments.cells import number, print_table, spread
 from gpt2.lab.experiments.curve_plot import BASELINE, COLORS, drawing, visible
 from gpt2.lab.experiments.pages import render, write_markdown
+from gpt2.lab.experiments.run_folder import count_warnings
 from gpt2.lab.ladder.courses import judge_ladder
-from gpt2.lab.ladder.multipliers import FARTHEST, STAYS, Course
+from gpt2.lab.ladder.multipliers import FARTHEST, STAYS, Course, Interval
 from gpt2.lab.ladder.noise import measure_noise
 from gpt2.utils.files import write_text
 from gpt2.utils.text import format_count, format_duration
@@ -47,11 +48,12 @@ def write_report(root: Path, sweeps: Sequence[Sweep]) -> pd.DataFrame:
         courses=table,
         sizes=_size_table(sweeps, results, noise),
         tuning={
-            sweep.root.name: tuning_table(sweep, table)
-            for sweep, table in zip(sweeps, results, strict=True)
+            sweep.root.name: tuning_table(sweep, result)
+            for sweep, result in zip(sweeps, results, strict=True)
             if sweep.tune
         },
-        raised_from=max(sweep.raised_from for sweep in sweeps),
+        raised_from=min(filter(None, (s.raised_from for s in sweeps)), default=0),
+        warnings=count_warnings(run for sweep in sweeps for run in sweep.all_runs()),
         farthest=f"{FARTHEST:g}",
         stays=STAYS,
         has_picture=bool(pictures),
@@ -90,18 +92,25 @@ def _course_table(
         for i, sweep in enumerate(sweeps):
             cell = ""
             if course.multipliers:
-                value, low, high = course.multipliers[i]
-                cell = f"{value:.2f} {interval(low, high, '.2f')}"
+                cell = _cell(course.multipliers[i])
             row[sweep.root.name] = cell
         if course.slope and course.forecast:
-            value, low, high = course.slope
-            row["per decade"] = f"{value:.2f} {interval(low, high, '.2f')}"
+            row["per decade"] = _cell(course.slope)
             row[f"at {FARTHEST:g} times"] = " to ".join(
                 map(_two_digits, course.forecast)
             )
         row["verdict"] = course.words
         rows.append(row)
     return pd.DataFrame(rows).fillna("")
+
+
+def _cell(interval: Interval) -> str:
+    """Format a multiplier and its interval, with two decimals or, for extreme values, two digits."""
+    texts = []
+    for value in interval:
+        is_usual = 0.01 <= value < 1000
+        texts.append(f"{value:.2f}" if is_usual else _two_digits(value))
+    return "{} ({} to {})".format(*texts)
 
 
 def _two_digits(value: float) -> str:

@@ -211,4 +211,5 @@ def _reach(curve: Array, x: Array, targets: Array) -> Array:
 
 
 def _exp10(interval: Interval) -> Interval:
-    return Interval(*(10.0 ** np.clip(interval, -300, 300)).tolist())
+    """Return powers of ten, limited to a million and its inverse, which stand for all beyond."""
+    return Interval(*(10.0 ** np.clip(interval, -6, 6)).tolist())

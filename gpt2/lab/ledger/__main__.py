@@ -328,12 +328,12 @@ def _print_answer(ledger: Ledger, idea: Idea) -> None:
         rows["screens"] = f"{', '.join(means)}; mean differences in nats per token"
     if FLAGS.idea and idea.pairs:
         interval = cells.interval(low, high, "+.4f")
-        listed = " and ".join(f"{each:+.3g}" for each in idea.differences)
+        listed = " and ".join(f"{each:+.4f}" for each in idea.differences)
         rows |= {
-            "difference": f"{difference:+.3g} nats per token, idea - best; below 0 is better",
+            "difference": f"{difference:+.4f} nats per token, idea - best; below 0 is better",
             "interval": f"{interval}, contains the true difference with 95 % probability"
             if interval
-            else f"none, because it needs 3 pairs. The pairs differ by {listed}",
+            else f"none, because it needs 3 pairs. So far, the differences are {listed}",
             "pairs": f"{len(idea.pairs)}",
             "time": f"a run of {steps[0]} steps takes {format_duration(seconds)}, and {steps[1]}"
             f" steps of the best take {format_duration(best_seconds)}",

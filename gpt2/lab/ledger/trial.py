@@ -111,7 +111,7 @@ def try_idea(
                 why = "another idea was kept meanwhile; repeat the command to compare with it"
             elif not answer and now + pair_seconds > start + 60 * minutes:
                 answer = Answer.UNDECIDED
-                why = f"{minutes:g} minutes are used up"
+                why = f"another pair would not end within {minutes:g} minutes"
             if answer:
                 idea.level = ledger.level(idea.number)
                 idea.answer = answer

@@ -66,6 +66,11 @@ def main() -> int:
     exit_at_interrupt()  # there is nothing to save
     config = cli.parse_config()
     args = flags.FLAGS
+    for one, other in (("devices", "chips"), ("search", "text")):
+        if args[one].value and args[other].value:
+            raise UserError(
+                f"--{one} and --{other} cannot be combined", "Leave one of them out"
+            )
     devices = _find_devices(config)
     kind = "simulated" if args.devices else devices[0].device_kind
     log(f"compiling for {len(devices)} devices ({kind})")
@@ -82,11 +87,6 @@ def main() -> int:
 
 def _find_devices(config: Config) -> list[jax.Device]:
     args = flags.FLAGS
-    if args.devices and args.chips:
-        raise UserError(
-            f"--devices={args.devices} and --chips={args.chips} contradict each other",
-            "Leave one of them out",
-        )
     # These settings take effect only before JAX looks for devices.
     if args.devices or args.chips:
         jax.config.update("jax_platforms", "cpu")

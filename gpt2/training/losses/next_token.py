@@ -36,7 +36,7 @@ LossFn = Callable[..., tuple[Array, Sums]]
 # The arrays of a batch that every loss may read. A batch does not need to have `segments`.
 NEXT_TOKEN_ARRAYS = {"tokens", "targets", "segments"}
 
-# Metrics that steps, validations and log lines add to those of the loss, as `train/` or `eval/`.
+# Names that training and validation give to their own metrics, next to the sums of the loss.
 _OTHER_METRICS = {
     "perplexity",
     "bits_per_byte",
@@ -47,6 +47,8 @@ _OTHER_METRICS = {
     "gradient_noise",
     "gradient_signal",
     "noise_scale",
+    "micro_batch_square",
+    "micro_batch_inverse",
 }
 
 LOSS_TERMS: tuple[type[LossTerm], ...] = (Ahead, ZLoss)
@@ -146,8 +148,7 @@ def apply_loss(
             objective += auxiliary
     if taken := _OTHER_METRICS & sums.keys():
         raise UserError(
-            f"The loss or a module logs {sorted(taken)}, but every run logs other metrics with"
-            " these names",
+            f"The loss or a module logs {sorted(taken)}, which are the names of other metrics",
             "Rename what the loss or the module logs",
         )
     return objective, sums
