@@ -105,7 +105,7 @@ def _course_table(
 
 
 def _cell(interval: Interval) -> str:
-    """Format a multiplier and its interval, with two decimals or, for extreme values, two digits."""
+    """Format a multiplier and its interval. Extreme values get two significant digits."""
     texts = []
     for value in interval:
         is_usual = 0.01 <= value < 1000
