@@ -406,6 +406,10 @@ def test_a_command_continues_all_sizes_of_a_ladder(tmp_path):
     assert {*map(str, (s.analyses for s in ladder._load(tmp_path)))} == {"[5]"}
     for depth in (3, 4):
         shutil.rmtree(tmp_path / f"d{depth}")
+    # As if a first command had been killed before it had written all sizes.
+    assert begin("") == ["d2", "d3", "d4", "d6", "d8"]
+    for depth in (3, 4, 6):
+        shutil.rmtree(tmp_path / f"d{depth}")
     with pytest.raises(UserError, match="2 sizes of a ladder, but a report needs 3"):
         ladder._load(tmp_path)
 

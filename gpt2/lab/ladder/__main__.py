@@ -75,7 +75,8 @@ def _make_sweeps(root: Path, slots: Sequence[Slot]) -> list[Sweep]:
     slot measure the time of each arm's step.
     """
     found = {sweep.arms[0].config.model.num_layers for sweep in _load_all(root)}
-    given = FLAGS.depths if FLAGS["depths"].present or not found else []
+    uses_found = not FLAGS["depths"].present and len(found) >= _LEAST_SIZES
+    given = [] if uses_found else FLAGS.depths
     depths = {int(depth) for depth in given if depth.isdecimal()} - {0}
     if len(depths) != len(given) or len(depths | found) < _LEAST_SIZES:
         raise UserError(
