@@ -58,6 +58,12 @@ def define_flags() -> None:
         lambda given: given["corpus"] or given["val_fraction"] is None,
         "--val_fraction has no effect without --corpus",
     )
+    flags.register_multi_flags_validator(
+        ["corpus", "tasks"],
+        lambda given: not given["corpus"] or "validation" in given["tasks"],
+        "--corpus has no effect unless --tasks contains validation",
+    )
+    flags.register_validator("tasks", bool, "it must name a task, such as validation")
     flags.DEFINE_integer(
         "stride",
         0,

@@ -188,7 +188,10 @@ class _ConfigFileParser(flags.ArgumentParser):
     """The parser of the flag `--config`, which names a config file or the config.json of a run."""
 
     def parse(self, name: str) -> ConfigDict:
-        return ConfigDict(read_options(name)).lock()
+        try:
+            return ConfigDict(read_options(name)).lock()
+        except SystemExit as end:  # parse_flags would take it for the end of --help
+            raise UserError(f"{name} calls sys.exit", "Remove the call") from end
 
 
 def parse_config() -> Config:

@@ -35,6 +35,7 @@ def pristine(tmp_path_factory):
     )
     (folder / "seeded.py").write_text("def get_config():\n    return {'seed': 7}\n")
     (folder / "fails.py").write_text("import no_such_module\n")
+    (folder / "ends.py").write_text("raise SystemExit(1)\n")
     (folder / "ready.py").write_text("def batches(split):\n    return []\n")
     (folder / "bad.jsonl").write_text('{"text": "a"}\n{"text": 3\n')
     lossy = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
@@ -81,6 +82,7 @@ MISTAKES = """
     train.py --config=quickstart | quickstart
     train.py --config=mine.py | optim.learning_rate
     train.py --config=fails.py | no_such_module
+    train.py --config=ends.py | ends.py calls sys.exit
     train.py --config=hf/config.json --workdir=x | hf/config.json
     train.py SHORT --num_processes=2 | coordinator
     train.py SHORT --coordinator=localhost | HOST:PORT
@@ -94,6 +96,8 @@ MISTAKES = """
     eval.py --workdir=run --corpus=text:other.txt --val_fraction=2 | See --help
     eval.py --workdir=run --corpus=text:other.txt --val_fraction=nan | is not a number
     eval.py --workdir=run --val_fraction=1 | --corpus
+    eval.py --workdir=run --corpus=text:other.txt --tasks=lambada:x | --tasks contains
+    eval.py --workdir=run --tasks= | it must name a task
     gpt2.generate --workdir=run --hf=hf | hf
     gpt2.generate --hf=cut --prompt=1 | cut
     gpt2.hf copy | import
