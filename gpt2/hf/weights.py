@@ -190,7 +190,7 @@ def with_model_of_weights(
         found, theirs = _read_source(kind, directory)
         spec = config.data.tokenizer
         if tokenizers.is_trained(spec):
-            # Known before the text is encoded: tokenizers of different texts differ.
+            # Tokenizers that are trained on different texts differ.
             if kind == "hf" or load_config(directory).data.corpus != config.data.corpus:
                 raise _other_tokenizer(source, directory)
         else:

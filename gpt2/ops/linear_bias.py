@@ -40,9 +40,8 @@ def with_linear_bias(
         if slopes is None or scoring.dropout:
             return kernel(q, k, v, scoring)
         H = q.shape[-1]
-        if (
-            scales_queries
-        ):  # now, because the kernel would also scale and so round the slopes
+        if scales_queries:
+            # The kernel would also scale the slopes, and round them.
             q = q * scoring.scale
             scoring = scoring._replace(scale=1.0)
         heads, positions = _factors(slopes / scoring.scale, q.shape[1], q.dtype)

@@ -68,6 +68,6 @@ def plot_losses(workdir: Path, reference: str = "") -> None:
     shown = [*train.iloc[first:], *validation]
     span = max(shown) - min(shown) + 0.1
     axes.set_ylim(top=max(shown) + 0.4 * span)
-    # Below the plot, where the legend hides no curve.
+    # The legend is below the plot, where it hides no curve.
     figure.legend(frameon=False, loc="outside lower center", ncols=2)
     figure.savefig(workdir / "loss.png")

@@ -59,7 +59,7 @@ def pristine(tmp_path_factory):
 MISTAKES = """
     train.py SHORT --config.train.num_stps=3 | --config.train.num_steps
     train.py SHORT --config.model.position=rope --config.model.rope_base=1 | (1, inf)
-    gpt2.lab.plan --devices=2 --chips=h100-1 | --devices and --chips
+    gpt2.lab.plan --devices=2 --chips=h100-1 | (devices, chips)
     train.py SHORT --workdr=x | mean: workdir
     train.py SHORT --config.optim.name=adamv | adam
     train.py SHORT --config.optim.name=adamW | Did you mean adamw?

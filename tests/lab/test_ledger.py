@@ -448,7 +448,7 @@ def test_a_discard_after_two_pairs_shows_both_differences(ideas, capsys):
     ideas.loss = lambda config: next(scores)
     assert ideas("optim.name=lion", json=False) == ("discard", 4)
     text = " ".join(capsys.readouterr().out.split())
-    assert "So far, the differences are +0.0500 and -0.0100" in " ".join(text.split())
+    assert "So far, the differences are +0.0500 and -0.0100" in text
     assert "next try another idea" in text
 
 

@@ -26,6 +26,7 @@ from gpt2.training.steps import (
     make_train_step,
     make_update,
 )
+from gpt2.training.validation import validate
 from gpt2.utils.prng import dropout_key, init_key, sample_key
 from gpt2.utils.scan import report
 from tests.helpers import batch_of, configured, first_params, thorough
@@ -241,16 +242,12 @@ def test_a_loss_without_the_sum_that_divides_the_gradient_is_refused():
         apply_loss(model, first_params(CONFIG), make_batch(0), logits_loss)
 
 
-def test_a_sum_with_the_name_of_another_metric_is_refused():
-    def logits_loss(logits, part):
-        ones = (jnp.float32(1.0), jnp.float32(1.0))
-        return logits.sum(), {"loss": ones, "perplexity": ones}
-
-    model = GPT(CONFIG)
-    with pytest.raises(
-        UserError, match=r"\['perplexity'\], which are the names of other"
-    ):
-        apply_loss(model, first_params(CONFIG), make_batch(0), logits_loss)
+def test_a_quantity_of_ones_own_loss_stays_in_validation():
+    sums = {"loss": (2.0, 1.0), "perplexity": (5.0, 1.0)}
+    parts = {"": (1.0, [make_batch(0)])}
+    scores = validate(lambda params, batch: sums, None, parts, 1.0)
+    assert scores["eval/perplexity"] == 5.0
+    assert scores["eval/bits_per_byte"] == pytest.approx(2.0 / np.log(2.0))
 
 
 def report_size(mlp, y, weight=0.0):

@@ -125,8 +125,8 @@ def print_verdicts(
 def print_tuning_notes(sweeps: Sequence[Sweep]) -> None:
     """Print which tuned values are the smallest or the largest in their list; see `tuning_notes`.
 
-    Also print that luck can decide which value is
-    chosen, because few seeds are trained with each value.
+    Also print that luck can decide which value is chosen, because few seeds are trained with each
+    value.
     """
     for sweep in sweeps:
         for note in sweep_tables.tuning_notes(sweep):

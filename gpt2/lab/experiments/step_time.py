@@ -76,8 +76,8 @@ def measure(root: Path, arm: Arm, slots: Sequence[Slot]) -> tuple[float, float]:
     steps = records["perf/step_seconds"].dropna()
     # The first log line has the time of the first step alone, which is slower than other steps.
     step = float(steps[1:].median())
-    # The first log line, because a process that continues an interrupted run counts only its own
-    # seconds.
+    # The first log line counts, because a process that continues an interrupted run measures only
+    # its own seconds.
     first = records.dropna(subset="perf/total_seconds").iloc[0]
     start = float(first["perf/total_seconds"] - first.step * step)
     num_steps = arm.config.train.num_steps

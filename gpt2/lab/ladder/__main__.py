@@ -145,8 +145,12 @@ def _load(root: Path) -> list[Sweep]:
 
 
 def _load_all(root: Path) -> list[Sweep]:
-    paths = root.glob("d*/sweep.json")
-    return [load_sweep(p.parent) for p in paths if p.parent.name[1:].isdecimal()]
+    """Return the sweeps in a ladder's folder, in any order."""
+    sweeps = []
+    for path in root.glob("d*/sweep.json"):
+        if path.parent.name[1:].isdecimal():
+            sweeps.append(load_sweep(path.parent))
+    return sweeps
 
 
 def words(sweeps: Sequence[Sweep]) -> dict[str, str]:

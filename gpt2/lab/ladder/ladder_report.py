@@ -40,6 +40,12 @@ def write_report(root: Path, sweeps: Sequence[Sweep]) -> pd.DataFrame:
         _plot(root / "multipliers.png", compute, courses, sweeps[0].amount)
         pictures.append("multipliers.png")
     table = _course_table(sweeps, courses)
+    tuning = {}
+    for sweep, result in zip(sweeps, results, strict=True):
+        if sweep.tune:
+            tuning[sweep.root.name] = tuning_table(sweep, result)
+    raised = [sweep.raised_from for sweep in sweeps if sweep.raised_from]
+    runs = [run for sweep in sweeps for run in sweep.all_runs()]
     text = render(
         "ladder/ladder.md.j2",
         title=title,
@@ -47,13 +53,9 @@ def write_report(root: Path, sweeps: Sequence[Sweep]) -> pd.DataFrame:
         seeds=sorted({sweep.num_seeds(arm) for sweep in sweeps for arm in sweep.arms}),
         courses=table,
         sizes=_size_table(sweeps, results, noise),
-        tuning={
-            sweep.root.name: tuning_table(sweep, result)
-            for sweep, result in zip(sweeps, results, strict=True)
-            if sweep.tune
-        },
-        raised_from=min(filter(None, (s.raised_from for s in sweeps)), default=0),
-        warnings=count_warnings(run for sweep in sweeps for run in sweep.all_runs()),
+        tuning=tuning,
+        raised_from=min(raised, default=0),
+        warnings=count_warnings(runs),
         farthest=f"{FARTHEST:g}",
         stays=STAYS,
         has_picture=bool(pictures),

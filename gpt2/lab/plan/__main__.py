@@ -20,7 +20,7 @@ from absl import flags
 
 from gpt2 import cli
 from gpt2.config import Config
-from gpt2.errors import UserError, log
+from gpt2.errors import log
 from gpt2.lab.plan.collectives import describe_collectives
 from gpt2.lab.plan.plan import ATTAINABLE, Plan, compile_plan, make_program
 from gpt2.lab.plan.search import search
@@ -55,7 +55,9 @@ def define_flags() -> None:
         "Compare a dozen layouts. Options that you set with --config.NAME=VALUE are the same in"
         " all layouts."
     )
-    flags.DEFINE_bool("search", False, about)
+    flags.DEFINE_bool("search", None, about)
+    flags.mark_flags_as_mutual_exclusive(["devices", "chips"])
+    flags.mark_flags_as_mutual_exclusive(["search", "text"])
 
 
 def main() -> int:
@@ -66,11 +68,6 @@ def main() -> int:
     exit_at_interrupt()  # there is nothing to save
     config = cli.parse_config()
     args = flags.FLAGS
-    for one, other in (("devices", "chips"), ("search", "text")):
-        if args[one].value and args[other].value:
-            raise UserError(
-                f"--{one} and --{other} cannot be combined", "Leave one of them out"
-            )
     devices = _find_devices(config)
     kind = "simulated" if args.devices else devices[0].device_kind
     log(f"compiling for {len(devices)} devices ({kind})")

@@ -36,21 +36,6 @@ LossFn = Callable[..., tuple[Array, Sums]]
 # The arrays of a batch that every loss may read. A batch does not need to have `segments`.
 NEXT_TOKEN_ARRAYS = {"tokens", "targets", "segments"}
 
-# Names that training and validation give to their own metrics, next to the sums of the loss.
-_OTHER_METRICS = {
-    "perplexity",
-    "bits_per_byte",
-    "grad_norm",
-    "learning_rate",
-    "skipped_steps",
-    "bad_in_a_row",
-    "gradient_noise",
-    "gradient_signal",
-    "noise_scale",
-    "micro_batch_square",
-    "micro_batch_inverse",
-}
-
 LOSS_TERMS: tuple[type[LossTerm], ...] = (Ahead, ZLoss)
 
 
@@ -146,11 +131,6 @@ def apply_loss(
                 )
             sums[name] = total, count
             objective += auxiliary
-    if taken := _OTHER_METRICS & sums.keys():
-        raise UserError(
-            f"The loss or a module logs {sorted(taken)}, which are the names of other metrics",
-            "Rename what the loss or the module logs",
-        )
     return objective, sums
 
 
