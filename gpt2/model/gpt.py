@@ -28,6 +28,7 @@ from gpt2.config import GPTConfig
 from gpt2.model.attention import rope_rotation
 from gpt2.model.block import Block
 from gpt2.model.ingredients import ingredients_of
+from gpt2.model.initial import defer, draw_together
 from gpt2.model.layers import Embedding, Norm
 from gpt2.model.seams import Context, Sublayer
 from gpt2.ops import Ops, plain
@@ -260,8 +261,8 @@ class GPT(nn.Module):
         config = dataclasses.replace(
             self.config, scan_layers=False, scan_unroll=1, remat="none"
         )
-        reference = self.clone(config=config, ops=Ops())
-        return nn.Module.init(reference, rngs, tokens)["params"]
+        reference = self.clone(config=config, ops=Ops(param=defer))
+        return draw_together(nn.Module.init(reference, rngs, tokens)["params"])
 
     @nn.nowrap
     def init(self, rngs: Array, tokens: Array, *_: Tree, **__: Tree) -> Params:  # type: ignore[override]

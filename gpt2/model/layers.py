@@ -11,6 +11,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from gpt2.config import GPTConfig
+from gpt2.model.initial import Normal
 from gpt2.ops import Ops
 from gpt2.ops.plain import ACTIVATIONS, Activation, AxisNames, Init, Shape
 from gpt2.utils.parameters import ParamInfo
@@ -66,7 +67,10 @@ class Linear(nn.Module):
         rank = len(self.axes)
         inputs = tuple(range(-rank, self.num_contract - rank))
         info = ParamInfo(self.axes, inputs, decays=True)
-        self.kernel = self.ops.param(self, "kernel", self._draw, self.shape, info)
+        fan_in = math.prod(self.shape[: self.num_contract])
+        stddev = kernel_stddev(cfg, fan_in, adds_to_residual=self.adds_to_residual)
+        init = Normal(stddev)
+        self.kernel = self.ops.param(self, "kernel", init, self.shape, info)
         self.bias = None
         if cfg.bias:
             shape = self.shape[self.num_contract :]
@@ -102,14 +106,6 @@ class Linear(nn.Module):
     def _result(self) -> str:
         """The name under which a remat policy (gpt2/utils/remat.py) stores the map's result."""
         return ATTENTION_LINEAR if "heads" in self.axes else MLP_LINEAR
-
-    @nn.nowrap
-    def _draw(self, key: Array, shape: Shape, dtype: str) -> Array:
-        fan_in = math.prod(shape[: self.num_contract])
-        stddev = kernel_stddev(
-            self.config, fan_in, adds_to_residual=self.adds_to_residual
-        )
-        return nn.initializers.normal(stddev)(key, shape, dtype)
 
 
 def kernel_stddev(cfg: GPTConfig, fan_in: int, *, adds_to_residual: bool) -> float:
@@ -187,9 +183,9 @@ class Embedding(nn.Module):
         """Create the table."""
         cfg = self.config
         shape = (self.num_rows, self.width or cfg.embed_dim)
-        normal = nn.initializers.normal(self.stddev)
+        init = Normal(self.stddev)
         info = ParamInfo(self.axes, decays=True)
-        self.embedding = self.ops.param(self, "embedding", normal, shape, info)
+        self.embedding = self.ops.param(self, "embedding", init, shape, info)
 
     def __call__(self, indices: Array) -> Array:
         """Return the rows at int32 `indices` `[B, T]`, as `[B, T, width]` in the compute dtype."""

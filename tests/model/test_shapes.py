@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from gpt2.config import SIZES
-from gpt2.model import KVCache, extend, layers, num_params
+from gpt2.model import KVCache, extend, gpt, layers, num_params
 from gpt2.model.attention import Attention
 from gpt2.model.gpt import make_context
 from gpt2.model.seams import Heads, Ingredient
@@ -23,6 +23,7 @@ from gpt2.ops.norm import norm
 from gpt2.ops.variants import VARIANTS
 from gpt2.training.program import Program
 from tests.helpers import configured, thorough
+from tests.model.switches import model_of
 
 TOTALS = {"gpt2-124m": 124_439_808, "gpt2-1558m": 1_557_611_200}
 WRONG = (AssertionError, ValueError, TypeError, flax.errors.ScopeParamShapeError)
@@ -62,6 +63,21 @@ def test_state_has_the_known_parameters_and_two_moments_of_each_with_every_axis_
         moment = optax.tree.get(state.opt_state, name)
         chex.assert_trees_all_equal_shapes_and_dtypes(moment, state.params)
     assert state.loss_scale is None
+
+
+@pytest.mark.parametrize(
+    "name", ["two experts", thorough("modded"), thorough("untied")]
+)
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+def test_parameters_that_are_drawn_together_are_those_that_flax_draws(
+    monkeypatch, name, make_key
+):
+    model = model_of(name)
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    together = jax.jit(model.init)(make_key(7), tokens)
+    monkeypatch.setattr(gpt, "defer", plain.param)
+    by_flax = jax.jit(model.init)(make_key(7), tokens)
+    chex.assert_trees_all_equal(together, by_flax)
 
 
 def attend(q, k, v):
