@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 # Thousands of tokens of Python in a package: names, numbers, strings and signs, without comments,
 # docstrings and layout. A line costs nothing, so squeezing lines gains nothing.
 ROOMS = {
-    "model": 12.4,
+    "model": 13.0,
     "ops": 11.1,
     "optim": 6.8,
     "parallel": 9.1,
@@ -34,9 +34,9 @@ ROOMS = {
     "lab/benchmark": 5.7,
     "lab": 46.0,
 }
-TOKENS = 148_100  # under gpt2/
+TOKENS = 148_800  # under gpt2/
 DENSITY = 10.6  # tokens per statement; seqax has 10.0, nanochat 10.4, levanter 10.5, nanodo 10.9
-TESTS = 156_300
+TESTS = 156_400
 TESTS_DENSITY = 12.8
 WORDS = 42_000
 TRAIN_LINES = 230

@@ -6,7 +6,6 @@ until the first step of a deep model.
 """
 
 import collections
-import dataclasses
 import hashlib
 from functools import partial
 from typing import Any
@@ -18,20 +17,10 @@ from flax import struct
 from jax import Array
 from jax.typing import DTypeLike
 
+from gpt2.model.layers import Normal
 from gpt2.ops.plain import Init, Shape, param
 from gpt2.utils.parameters import DeclaredParam, ParamInfo, is_declared
 from gpt2.utils.trees import Tree
-
-
-@dataclasses.dataclass(frozen=True)
-class Normal:
-    """An initializer that draws from a normal distribution with a mean of 0."""
-
-    stddev: float
-
-    def __call__(self, key: Array, shape: Shape, dtype: DTypeLike) -> Array:
-        """Draw an array from a random key."""
-        return nn.initializers.normal(self.stddev)(key, shape, dtype)
 
 
 class UndrawnParam(DeclaredParam):

@@ -3,15 +3,16 @@
 gpt2/model/gpt.py explains the dimension letters.
 """
 
+import dataclasses
 import math
 
 import chex
 import flax.linen as nn
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from gpt2.config import GPTConfig
-from gpt2.model.initial import Normal
 from gpt2.ops import Ops
 from gpt2.ops.plain import ACTIVATIONS, Activation, AxisNames, Init, Shape
 from gpt2.utils.parameters import ParamInfo
@@ -37,6 +38,17 @@ def named_param(
     """
     info = ParamInfo(axes, inputs, decays)
     return module.ops.whole(module.ops.param(module, name, init, shape, info))
+
+
+@dataclasses.dataclass(frozen=True)
+class Normal:
+    """An initializer that draws from a normal distribution with a mean of 0."""
+
+    stddev: float
+
+    def __call__(self, key: Array, shape: Shape, dtype: DTypeLike) -> Array:
+        """Draw an array from a random key."""
+        return nn.initializers.normal(self.stddev)(key, shape, dtype)
 
 
 class Linear(nn.Module):
