@@ -28,7 +28,7 @@ from gpt2.config import GPTConfig
 from gpt2.model.attention import rope_rotation
 from gpt2.model.block import Block
 from gpt2.model.ingredients import ingredients_of
-from gpt2.model.initial import defer, draw_together
+from gpt2.model.initial import defer, draw
 from gpt2.model.layers import Embedding, Norm
 from gpt2.model.seams import Context, Sublayer
 from gpt2.ops import Ops, plain
@@ -262,7 +262,7 @@ class GPT(nn.Module):
             self.config, scan_layers=False, scan_unroll=1, remat="none"
         )
         reference = self.clone(config=config, ops=Ops(param=defer))
-        return draw_together(nn.Module.init(reference, rngs, tokens)["params"])
+        return draw(reference, rngs, tokens)
 
     @nn.nowrap
     def init(self, rngs: Array, tokens: Array, *_: Tree, **__: Tree) -> Params:  # type: ignore[override]

@@ -38,7 +38,7 @@ class UndrawnParam(DeclaredParam):
 def defer(
     module: nn.Module, name: str, init: Init, shape: Shape, info: ParamInfo
 ) -> Array:
-    """Replace `plain.param` in a table of operations, so that `draw_together` draws parameters.
+    """Replace `plain.param` in a table of operations, so that `draw` draws the parameters.
 
     Parameters with another initializer than `Normal` are drawn at once.
     """
@@ -61,8 +61,13 @@ def defer(
     return module.param(name, declare, shape, jnp.float32, unbox=True)
 
 
-def draw_together(declared: Tree) -> Tree:
-    """Return a tree of `DeclaredParam` in which each `UndrawnParam` has been drawn."""
+@partial(jax.jit, static_argnums=0, inline=True)  # so that equal models share one trace
+def draw(model: nn.Module, rngs: Array, tokens: Array) -> Tree:
+    """Return the initial parameters of a model, each in a `DeclaredParam`.
+
+    The model must use `defer` to create them.
+    """
+    declared = nn.Module.init(model, rngs, tokens)["params"]
     boxes, structure = jax.tree.flatten(declared, is_leaf=is_declared)
     groups = collections.defaultdict(list)
     for index, box in enumerate(boxes):
