@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from gpt2.errors import UserError
-from gpt2.model import GPT, GPTConfig, ingredients, with_kernels
+from gpt2.model import GPT, GPTConfig, ingredients, initial, with_kernels
 from gpt2.model.flops import count_compute_parameters
 from gpt2.model.ingredients import score_term_options
 from gpt2.model.layers import named_param
@@ -101,10 +101,14 @@ def use_ingredient(monkeypatch):
 
     def use(kind):
         monkeypatch.setattr(ingredients, "INGREDIENTS", (kind,))
+        forget()
+
+    def forget():
         ingredients.ingredients_of.cache_clear()
+        initial.draw.clear_cache()
 
     yield use
-    ingredients.ingredients_of.cache_clear()
+    forget()
 
 
 class Square(nn.Module):
