@@ -44,9 +44,7 @@ def find_tasks(specs: Iterable[str]) -> list[tuple[Score, Path]]:
         if name not in TASKS:
             require_choice("task", spec, tuple(TASKS))
         if name in found:
-            raise UserError(
-                f"The task {name} is listed twice", "Score each task with one directory"
-            )
+            raise UserError(f"The task {name} is listed twice", "List each task once")
         file, score = TASKS[name]
         path = Path(directory) / file
         if not path.is_file():

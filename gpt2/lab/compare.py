@@ -107,8 +107,8 @@ def main(*directories: str) -> None:
             whole = [curve for curve in validated if curve.tokens[-1] == tokens]
             if len(whole) < len(members):
                 warn(
-                    f"{name} consists of the {counted(len(whole), 'run')} that went furthest, of "
-                    f"{len(members)}: the others are not finished, or diverged"
+                    f"{name} shows only {len(whole)} of {counted(len(members), 'run')}, those that"
+                    " trained furthest: the others are not finished, or diverged"
                 )
             curves[name] = whole
         else:

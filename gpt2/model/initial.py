@@ -46,7 +46,7 @@ def defer(
         return param(module, name, init, shape, info)
 
     def declare(key: Array, shape: Shape, dtype: DTypeLike) -> Tree:
-        # Flax has folded this hash into the key: of the path, and of the number of keys so far.
+        # Flax has folded a hash of the path, and of the number of keys drawn so far, into the key.
         scope: Any = module.scope
         lazy = scope.rngs["params"]
         digest = hashlib.sha1()

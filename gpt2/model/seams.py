@@ -107,7 +107,7 @@ class Ingredient:
         return layers
 
     def block_input(self, block: nn.Module, x: Array, context: Context) -> Array:
-        """Return the residual stream `x` `[B, T, D]` that enters a block, changed or not."""
+        """Return the input `x` `[B, T, D]` of a block, which an ingredient may change."""
         return x
 
     def branch(self, block: nn.Module, branch: Branch, context: Context) -> Branch:

@@ -256,8 +256,8 @@ def pad_vocab(table: Array, *, multiple: int, constrain: Callable[..., Array]) -
     """
     padding = -len(table) % multiple
     # `jnp.pad` is called even if there is no padding. Otherwise the gradient would be the direct
-    # result of a matrix product. XLA:CPU would then sum the gradient's squares, for its norm, in
-    # windows, which takes ten times as long.
+    # result of a matrix product. XLA:CPU would then compute the gradient's norm by a sum over
+    # windows (reduce-window), which takes ten times as long.
     padded = _pad_with_barrier(table, padding) if padding else _pad(table, padding)
     # The axis `tensor` splits the padded table in the same way as the table without padding.
     return constrain(padded, "rows", "table")

@@ -172,8 +172,8 @@ def make_ops(
         terms: the options that change the scores in a way that no kernel supports.
         rules: the rules that map logical axes to the mesh, or None if each device computes
             independently of the other devices.
-        gathers_by_layer: whether devices hold shards of kernels and tables, which are gathered
-            where they are used, within a `shard_map` over `fsdp`.
+        gathers_by_layer: whether devices hold shards of weight matrices and embedding tables, which
+            are gathered where they are used, within a `shard_map` over `fsdp`.
     """
     if jit_is_off():
         return Ops()

@@ -94,8 +94,8 @@ def _split(x: Array, mesh: Mesh, numbers: tuple[int, ...]) -> Array:
 
     After a move, the first n axes of the mesh split the axis S, so that devices along these axes
     hold different matrices. The other axes of the mesh split rows and columns as in `matrix_spec`.
-    The caller chooses `numbers` so that a move changes only one axis of the mesh, because XLA's
-    partitioner would gather whole stacks if a move changed several axes.
+    The caller chooses `numbers` so that each move affects only one axis of the mesh. If a move
+    affected several, XLA's partitioner would gather whole stacks.
     """
     stored = matrix_spec(x.shape, mesh)[1:]
     for number in numbers:

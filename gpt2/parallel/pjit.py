@@ -90,7 +90,7 @@ class PjitBackend:
         return _Leaf(compute, split[0], tensor=tensor)
 
     def make_ops(self, cfg: GPTConfig, terms: Terms) -> Ops:
-        """Return the operations for a model whose loss each device computes for its own rows.
+        """Return the operations for a model that each device runs on its own rows of the batch.
 
         `terms` names the options that change attention's scores in a way that no kernel supports.
         """

@@ -24,7 +24,8 @@ from gpt2.utils.trees import Tree
 MESH_AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
 
-# Axes of parameters that are never split, because they are short or enumerate different kernels.
+# Axes of parameters that are never split, because they are short, or because each index along them
+# selects another kernel.
 WHOLE = ("layers", "qkv", "head_size", "mix")
 
 # Parameters that are split along one of these axes may be gathered by layer, because products and
@@ -77,9 +78,9 @@ class Rules:
     def from_table(cls, table: Table, strategy: str = "auto") -> "Rules":
         """Return rules from one table, which must contain all logical axes of the model.
 
-        The table applies to the optimizer's state, and to parameters between steps. Inside a step,
-        `fsdp` splits no parameter. With the strategy `zero1`, `fsdp` splits no parameter between
-        steps either.
+        The whole table applies to the optimizer's state, and to parameters between steps. Inside a
+        step, its entries for `fsdp` do not apply to parameters. With the strategy `zero1`, they do
+        not apply to parameters between steps either.
         """
         compute = {}
         for name, axes in table.items():

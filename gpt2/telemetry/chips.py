@@ -53,8 +53,8 @@ class Chip(NamedTuple):
             return 1e9 * self.near
         if not self.far:
             return None
-        # Traffic between domains, such as NVLink domains, uses the network adapters of all the
-        # ring's devices in a domain at the same time, so the bandwidths of these adapters add up.
+        # In traffic between domains, such as NVLink domains, all devices of the ring that are in a
+        # domain use their network adapters at the same time, so the bandwidths add up.
         return 1e9 * min(self.near, self.far * neighbours)
 
 

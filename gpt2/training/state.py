@@ -58,7 +58,7 @@ class TrainState(struct.PyTreeNode):
         """Return the state before the first step.
 
         The state has a guard, which skips steps with NaN or Inf, if `skip_bad_steps` is above 0 or
-        `compute_dtype` is `float16`. Only with `float16`, it also has a loss scale.
+        `compute_dtype` is `float16`. With `float16`, it also has a loss scale.
         """
         overflows = compute_dtype == "float16"
         return cls(

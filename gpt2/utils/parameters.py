@@ -48,7 +48,7 @@ class ParamInfo:
         return tuple(axis for axis in after if self.axes[axis] not in STACKING)
 
     def stack(self) -> "ParamInfo":
-        """Return the info of a parameter that stacks one such parameter per layer.
+        """Return the info of this parameter, stacked over all layers.
 
         The new first axis is named `layers`.
         """

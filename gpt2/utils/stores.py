@@ -392,7 +392,8 @@ def _read_record(folder: Path) -> _Record:
     )
     with files.reading(path, remedy):
         record = _Record(**json.loads(path.read_bytes()))
-    # A copy that the user has made of a working copy is a local folder, which must not be uploaded.
+    # If the user has copied a working copy elsewhere, this copy is an ordinary local folder, which
+    # must not be uploaded.
     return record if record.folder == str(folder.resolve()) else _Record()
 
 

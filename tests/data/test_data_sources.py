@@ -369,7 +369,9 @@ def test_broken_token_shards_are_refused(tmp_path, make):
     _write_array(tmp_path / "more.bin", range(1000), np.uint32)
     refuse("matches both uint16 and uint32 files", f"tokens:{tmp_path}/*.bin")
     (tmp_path / "meta.pkl").write_bytes(b"")
-    refuse(r"meta.pkl stand for characters.*Use .*corpus=text:.*/input.txt .*=char")
+    refuse(
+        r"stand for the characters .*meta.pkl.*Use .*corpus=text:.*/input.txt .*=char"
+    )
 
 
 def test_more_tokens_than_16_bits_can_tell_apart_are_refused(tmp_path, make):

@@ -143,6 +143,7 @@ def test_a_preparation_does_not_go_on_over_damage(
     assert content_of(tmp_path / "cut") == content_of(tmp_path / "whole")
 
 
+@pytest.mark.thorough
 def test_what_a_kill_leaves_beside_what_is_counted_goes(
     tmp_path, monkeypatch, prepare_into
 ):

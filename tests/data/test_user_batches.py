@@ -269,6 +269,7 @@ def batches(split):
 """
 
 
+@pytest.mark.thorough
 def test_a_run_on_a_grain_iterator_goes_on_where_it_was(tmp_path):
     (tmp_path / "own_grain.py").write_text(GRAIN)
     options = [*TINY, "--config.data.corpus=python:own_grain:batches"]

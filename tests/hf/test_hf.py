@@ -42,7 +42,7 @@ WEIGHTS = "model.safetensors"
 BIG = pytest.param("124m", marks=pytest.mark.slow)
 SCALED = "rope_scaling=llama3 rope_factor=8.0 rope_context=16"
 # What these show, the others show too.
-RARE = ("untied", "epsilon", "llama_multi_head")
+RARE = ("untied", "epsilon", "llama_multi_head", "gpt_neox")
 
 
 def small_config(options=""):

@@ -192,7 +192,7 @@ def test_a_forecast_reaches_ten_times_the_compute_over_three_forms():
     ("case", "loss", "least", "correlation"),
     [
         # The rate of false verdicts is largest here.
-        ("at the limit", power_law, 0.0, 0.0),
+        thorough("at the limit", power_law, 0.0, 0.0),
         ("a gain of 2", with_irreducible, 0.9, 0.9),
         thorough("at the limit", power_law, 0.0, 0.9),
         thorough("a gain of 2", with_irreducible, 0.9, 0.0),

@@ -844,6 +844,7 @@ def test_code_may_change_only_python_text_that_trains(ideas, project, path, cont
     assert ideas.trained == []
 
 
+@pytest.mark.thorough
 def test_options_of_judged_code_are_read_by_another_process(
     ideas, project, monkeypatch, tmp_path
 ):
@@ -1001,6 +1002,7 @@ def test_the_referee_finds_the_loss_of_other_runs(tmp_path, options):
     assert score(run) == pytest.approx(reported, abs=1e-5)
 
 
+@pytest.mark.thorough
 def test_what_a_run_writes_about_itself_does_not_move_its_score(
     tiny_run, tiny_score, tmp_path
 ):
@@ -1016,6 +1018,7 @@ def test_what_a_run_writes_about_itself_does_not_move_its_score(
     assert score(run) == tiny_score
 
 
+@pytest.mark.thorough
 def test_a_model_that_peeks_at_later_tokens_gains_nothing(tiny_score, tmp_path):
     """In training, its logits are nearly those of the next token, which it copies."""
     project = tmp_path / "project"

@@ -40,10 +40,10 @@ from tests.model.switches import (
 
 # By default every switch is tested in a combination. Each seed combines others, so that most pairs
 # occur, and a thorough test of the switch by itself names what is wrong.
-MORE = [*SWITCHES, *groups(seed=0), *groups(seed=1)]
+MORE = [*COMBINED, *SWITCHES, *groups(seed=0), *groups(seed=1)]
 
 
-@pytest.mark.parametrize("name", [*COMBINED, *groups(), *map(thorough, MORE)])
+@pytest.mark.parametrize("name", [*groups(), *map(thorough, MORE)])
 def test_logits_and_loss_are_those_of_plain_numpy(name):
     model = model_of(name)
     params = params_of(name)
@@ -232,6 +232,7 @@ def test_training_with_experts_is_that_of_plain_numpy(name):
     np.testing.assert_allclose(sum(jax.tree.leaves(along)), slope, rtol=1e-4)
 
 
+@pytest.mark.thorough
 @each_mixture
 def test_padding_counts_in_no_figure_of_a_router(name):
     params = params_of(name)

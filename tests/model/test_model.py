@@ -43,7 +43,8 @@ from tests.model.switches import rolled, tokens_of
 model_step = jax.jit(jax.value_and_grad(mean_loss, argnums=1), static_argnums=0)
 
 
-@pytest.mark.parametrize("tied", [True, thorough(False)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("tied", [True, False])
 def test_a_padded_table_gives_the_gradients_of_one_that_is_not(tied):
     config = replaced(tie_embeddings=tied, num_layers=1)
     vocab_size = config.vocab_size
@@ -157,7 +158,8 @@ def train_a_step(devices, options):
     return first, jax.device_get(state.params), jax.device_get(metrics)
 
 
-@pytest.mark.parametrize("compute", ["bfloat16", thorough("float32")])
+@pytest.mark.thorough
+@pytest.mark.parametrize("compute", ["bfloat16", "float32"])
 def test_a_kernel_of_ones_own_is_gathered_by_layer_and_muons(use_ingredient, compute):
     use_ingredient(OwnMLP)
     options = f"precision.compute={compute}"
@@ -266,10 +268,11 @@ def test_a_change_of_the_logits_may_have_a_parameter_and_report(use_ingredient):
     np.testing.assert_allclose(objective, loss + SQUARE_WEIGHT * total, rtol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "sharded",
     [
-        thorough("parallel.strategy=zero3 parallel.fsdp_gather=layer"),
+        "parallel.strategy=zero3 parallel.fsdp_gather=layer",
         "parallel.tensor=2",  # which pads the vocabulary
     ],
 )

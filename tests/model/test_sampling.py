@@ -20,7 +20,7 @@ from gpt2.parallel.kernels import make_ops
 from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.rules import Rules
 from gpt2.utils.prng import sample_key
-from tests.helpers import first_params
+from tests.helpers import first_params, thorough
 from tests.model.models import logits_of
 
 CFG = GPTConfig(
@@ -54,6 +54,7 @@ def most_likely(prompt):
     return logits[0, len(prompt) - 1].argmax()
 
 
+@pytest.mark.thorough
 def test_cached_tokens_are_the_most_likely_and_a_full_context_keeps_three_quarters():
     prompts = [[1, 2, 3], [7, 8] * 25, [9] * 70]
     generated = greedy(GPT(CFG), prompts, 70, eot=EOT)
@@ -82,7 +83,7 @@ class Negated(GPT):
         return -super()._logits(hidden, head, context)
 
 
-@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("scanned", [thorough(False), True])
 def test_logits_of_a_sequence_that_outgrows_its_cache_are_nan(scanned):
     config = dataclasses.replace(CFG, scan_layers=scanned)
     params = make_params(config)
@@ -100,6 +101,7 @@ def test_logits_of_a_sequence_that_outgrows_its_cache_are_nan(scanned):
         KVCache.create(config, 2, max_length=65)
 
 
+@pytest.mark.thorough
 def test_a_cache_without_room_stays_without_room():
     config = dataclasses.replace(CFG, position="rope")
     append = functools.partial(extend, GPT(config), make_params(config))

@@ -68,7 +68,7 @@ def test_state_has_the_known_parameters_and_two_moments_of_each_with_every_axis_
 @pytest.mark.parametrize(
     "name", ["two experts", thorough("modded"), thorough("untied")]
 )
-@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+@pytest.mark.parametrize("make_key", [jax.random.key, thorough(jax.random.PRNGKey)])
 def test_parameters_that_are_drawn_together_are_those_that_flax_draws(
     monkeypatch, name, make_key
 ):

@@ -111,7 +111,7 @@ def steps_of(name, model, tokens):
     return jax.jit(step)(params_of(name))
 
 
-@each_group("gemma 2", "mixtral")
+@each_group("gemma 2")
 def test_kernels_give_the_loss_and_the_gradients_of_the_formulas(name):
     model = model_of(name)
     tokens = tokens_of(2)
@@ -152,7 +152,7 @@ def test_a_switch_is_off_by_default_and_changes_the_loss_or_the_weights(name):
     assert np.abs(changes).max() > 1e-3
 
 
-@each_group("gemma 2", "mixtral")
+@each_group("gemma 2")
 def test_cached_logits_equal_uncached_ones(name):
     model = model_of(name)
     params = params_of(name)
@@ -200,7 +200,7 @@ LAYOUT = """
     memory.scan_layers=True train.accumulate_steps=2"""
 
 
-@each_group("mixtral")
+@each_group()
 def test_eight_devices_scan_remat_and_accumulation_train_as_one_device_does(name):
     losses, params = train(name, jax.devices()[:1])
     layouts = [LAYOUT]

@@ -327,7 +327,7 @@ def is_hidden(name):
     "options",
     [
         "",
-        "name=muon",
+        thorough("name=muon"),
         thorough("name=lion"),
         thorough(FREE),
         thorough("name=normuon"),

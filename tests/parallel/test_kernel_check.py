@@ -181,6 +181,7 @@ kernel_check.get_attention = lambda *_: attention
 LONG = [*TINY, "--config.model.context_length=144", "--config.data.corpus=synthetic"]
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_by_the_formula_and_says_why(tmp_path):
     script = patched(tmp_path, FAILING_RUN)
     stdout = succeed(tmp_path / "run", *LONG, script=script)

@@ -45,11 +45,12 @@ LONG_CASES = [
     MEGATRON,
     Case("fsdp 2 x megatron x 4", accumulate=4),
     Case("fsdp 4 x tensor 2 by other rules", scanned=True),
+    BY_LAYER,
     UNROLLED,
     dataclasses.replace(UNROLLED, layout=MIXED.layout, remat="none"),
 ]
 # What the cases have that the default run leaves to CI, others have too.
-CASES = [PMAP, MIXED, BY_LAYER, *map(thorough, LONG_CASES)]
+CASES = [PMAP, MIXED, *map(thorough, LONG_CASES)]
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
 SCALARS = 512  # bytes: losses, counts, and the norm of each gradient
 

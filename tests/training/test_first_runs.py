@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from gpt2.training.checkpoint_files import latest_step
-from tests.helpers import TINY, metrics_of, patched, run, succeed, thorough
+from tests.helpers import TINY, metrics_of, patched, run, succeed
 
 OPTIONS = """
     --config.train.eval_every=3 --config.train.eval_batches=2 --config.train.eval_tasks_every=4
@@ -156,14 +156,15 @@ def run_failing(tmp_path, failure, *options):
     return code
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("failure", "saved"),
     [
         ("fail_in('compile_train')", None),
-        thorough("fail_in('compile_eval')", None),  # before the first checkpoint
-        thorough("fail_in('compile_watch')", 4),
-        thorough("fail_in_scoring()", 3),
-        thorough("fail_in_sampling()", 8),
+        ("fail_in('compile_eval')", None),  # before the first checkpoint
+        ("fail_in('compile_watch')", 4),
+        ("fail_in_scoring()", 3),
+        ("fail_in_sampling()", 8),
     ],
 )
 def test_a_first_run_that_fails_ends_in_one_line_and_the_run_can_continue(

@@ -152,7 +152,7 @@ def endless(split):
     ("function", "number", "saved"),
     [
         ("batches", signal.SIGTERM, 3),
-        ("endless", signal.SIGTERM, 4),
+        thorough("endless", signal.SIGTERM, 4),
         thorough("held_out", signal.SIGINT, 4),
         thorough("documents", signal.SIGINT, None),
     ],

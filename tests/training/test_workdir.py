@@ -195,6 +195,7 @@ def test_a_run_continues_with_its_tokenizer_wherever_that_lies(tmp_path, begun):
 DATA = SimpleNamespace(describe=dict, tokenizer=CharTokenizer("ab", True))
 
 
+@pytest.mark.thorough
 def test_a_second_process_in_a_workdir_is_refused_and_changes_nothing(tmp_path):
     def contents():
         found = {}

@@ -56,7 +56,7 @@ class BatchFunction(Corpus):
 
 @dataclass(frozen=True)
 class UserDataset(Dataset):
-    """The batches of a user's function, and the tokenizer that encoded their tokens."""
+    """The batches of a user's function, and the tokenizer that produced their tokens."""
 
     tokenizer: tokenizers.Tokenizer
     made_by: BatchFunction

@@ -137,7 +137,7 @@ def _open_shard(file: Path) -> tuple[Shard, str]:
     meta = file.with_name("meta.pkl")
     if meta.exists():  # nanoGPT stores its list of characters in this file
         raise UserError(
-            f"The tokens next to {meta} stand for characters, and cannot be read",
+            f"{file} cannot be read, because its tokens stand for the characters listed in {meta}",
             f"Use --config.data.corpus=text:{file.parent}/input.txt --config.data.tokenizer=char",
         )
     remedy = "Leave this file out of tokens:GLOB, or download it again"

@@ -83,7 +83,7 @@ def _load(root: Path) -> list[Sweep]:
 
 
 def words(sweeps: Sequence[Sweep]) -> dict[str, str]:
-    """Return the verdict on each arm of the only sweep."""
+    """Return the text of the verdict on each arm. `sweeps` must contain exactly one sweep."""
     (sweep,) = sweeps
     verdicts = judge_sweep(sweep, sweep.results())
     return {name: verdict.words for name, verdict in verdicts.items()}

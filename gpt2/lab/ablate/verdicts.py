@@ -98,8 +98,8 @@ class Verdict:
     # The standard error of the difference, estimated only from the arm and the baseline.
     error: float = math.nan
     pairs: int = 0  # the number of pairs of runs, if the test is paired
-    # A function that returns the smallest true difference that sweeps with these variances and
-    # numbers of runs find with probability 0.8.
+    # Returns the smallest true difference that a sweep with these variances and numbers of runs
+    # detects with a probability of 0.8.
     detectable: Callable[[], float] = field(
         default=lambda: math.nan, repr=False, compare=False
     )

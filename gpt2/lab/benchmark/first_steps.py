@@ -15,10 +15,10 @@ import numpy as np
 from gpt2.config import Config
 
 STEPS = 5
-# Largest allowed relative difference of a loss, by `precision.compute`. At the learning rate of the
-# quickstart, a peer's losses in bfloat16 differ by 7e-3 from its losses in float32. NVIDIA GPUs
-# multiply float32 as TF32, which is as precise as float16, so the tolerance of float16 applies
-# to float32 there.
+# Largest allowed relative difference of a loss, by `precision.compute`. At the quickstart's
+# learning rate, PyTorch's losses in bfloat16 differ by 7e-3 from its losses in float32. NVIDIA GPUs
+# multiply float32 as TF32, which is as precise as float16, so the tolerance of float16 applies to
+# float32 there.
 TOLERANCES = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}
 
 

@@ -141,7 +141,7 @@ def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str = "") -> No
 
 
 def _stop(number: int, _: object) -> NoReturn:
-    log("stopped by SIGTERM; the same command continues")
+    log("stopped by SIGTERM; repeat the command to continue")
     sys.exit(128 + number)
 
 

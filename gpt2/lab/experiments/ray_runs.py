@@ -79,7 +79,7 @@ class RayProcess:
 
     def __init__(self, ray: Any, end: Any):
         self._ray = ray
-        self._end = end  # the result of `_run` to come
+        self._end = end  # a reference to the result of `_run`
         # The duration of the process, without the time in Ray's queue. It is 0 until the process
         # has ended.
         self.seconds = 0.0

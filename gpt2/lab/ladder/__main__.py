@@ -169,8 +169,8 @@ def _report(root: Path, sweeps: Sequence[Sweep]) -> None:
     if FLAGS.gain is not None:
         noise = measure_noise(sweeps, [sweep.results() for sweep in sweeps])
         print(
-            f"\nPairs of runs that would find a compute multiplier of {FLAGS.gain:g} in 4 of 5\n"
-            "cases, with the noise of this ladder:"
+            f"\nPairs of runs needed to find a compute multiplier of {FLAGS.gain:g} with a\n"
+            "probability of 80 %, with the noise of this ladder:"
         )
         print_table(plan_pairs(noise, FLAGS.gain, sweeps[0].unit))
 

@@ -73,10 +73,11 @@ def print_courses(table: pd.DataFrame) -> None:
         if cells:
             print_table(pd.DataFrame(cells, columns=["", "multiplier (interval)"]))
     print(
-        "\nmultiplier: the baseline's compute for the arm's loss / the arm's compute\n"
-        "per decade: the factor by which it changes for ten times the compute; an arm\n"
-        f"grows if its interval lies above {STAYS:g}, fades if below 1 / {STAYS:g}, and is\n"
-        "constant if between them\n"
+        "\nmultiplier: the compute with which the baseline reaches the arm's loss, divided\n"
+        "by the arm's compute\n"
+        "per decade: the factor by which the multiplier changes for ten times the\n"
+        f"compute; a multiplier grows if this interval lies above {STAYS:g}, fades if it lies\n"
+        f"below 1 / {STAYS:g}, and is constant if it lies between them\n"
         f"at {FARTHEST:g} times: a forecast at {FARTHEST:g} times the largest compute"
     )
 

@@ -109,7 +109,8 @@ def plan_pairs(noise: pd.DataFrame, multiplier: float, unit: str) -> pd.DataFram
             "training time": "-",
             "pairs in a ledger": "-",
         }
-        if size.gain > 0 and size.pair >= 0:  # False for NaN, if runs have not finished
+        # False if a value is NaN, because runs have not finished.
+        if size.gain > 0 and size.pair >= 0:
             row["pairs in a sweep"] = f"over {_MOST_PAIRS}"
             row["pairs in a ledger"] = f"over {MOST_PAIRS}"
         if math.isfinite(size.pairs):

@@ -29,9 +29,9 @@ In a ledger, e-LOND (Xu and Ramdas 2024, AISTATS 27) keeps the t-th idea as soon
 
 where K is the number of ideas that have been kept so far. An idea gets its t when its first pair
 begins, even if its runs fail. So no gamma_t depends on scores, and all gamma_t add up to at most 1.
-Once an idea is kept, it is one of at least K + 1 kept ideas. The idea therefore adds at most
-alpha gamma_t E_n to the fraction of false ideas, and all ideas together add at most alpha in
-expectation, whatever the dependence of the e-values is.
+Once a false idea is kept, it is one of at least K + 1 kept ideas, and therefore adds at most
+1 / (K + 1) <= alpha gamma_t E_n to the fraction of kept ideas that are false. The expectations of
+these terms add up to at most alpha, even if the evidence of one idea depends on that of others.
 
 With --screen, an idea first trains pairs at smaller sizes, and is discarded if it is not better
 there. The null hypothesis remains that the idea does not lower the mean loss at the ledger's size.

@@ -183,9 +183,9 @@ def _train_pair(
 ) -> tuple[Answer, str]:
     """Train a pair (best version and idea) with the idea's newest seed, and add it to the ledger.
 
-    `depth` is the depth of a small size, or 0 for the ledger's size. If the best version diverged,
-    or the idea has no score, return the answer on the idea and the reason. Otherwise, return two
-    empty strings. Raise a UserError if the best version's run failed.
+    `depth` is the number of layers of a screen's model, or 0 for the ledger's own size. If the best
+    version diverged, or the idea has no score, return the answer on the idea and the reason for it.
+    Otherwise, return two empty strings. Raise a UserError if the best version's run failed.
     """
     runs = list[Run]()
     arms = arms_at(root, ledger, idea, depth, equal)
@@ -251,7 +251,7 @@ def _score(run: Run, dataset: Dataset) -> float:
             f"{run.label} reports a validation loss of {reported:.4f} on the start of its training"
             f" split, but the referee measured {measured.own_loss:.4f} on the same text. The answer"
             " uses only the referee's measurements. Possible causes: the model reads later tokens,"
-            " or computes other logits with a cache of keys and values, as the referee runs it,"
-            " than without the cache"
+            " or its logits with a cache of keys and values, which the referee uses, differ from"
+            " its logits without the cache"
         )
     return measured.loss
