@@ -161,23 +161,21 @@ def train(
         with clock.phase("checkpoint"):
             checkpointer.save(state, step, scores.get(step), batches.position(step))
 
-    def score_tasks(step: int, state: TrainState) -> None:
-        """Score `state` on the tasks in `train.eval_tasks`, and log the scores at `step`."""
-        reporter.catch_up()
-        with clock.phase("tasks"):
-            reporter.write(step, tasks.score(state.eval_params))
-
+    score_tasks = partial(tasks.log, reporter, clock)
     hooks = [Hook(recorder, every=1)]
-    if options.eval_tasks:
+    if tasks.scores:
         hooks.append(Hook(score_tasks, every=options.eval_tasks_every))
 
     # Loop: metrics are fetched one step late, so that devices do not wait for the host to log them.
     with recorder, stop, checkpointer, reporter, clock.phase("step"), closing(upcoming):
         try:
-            # A signal may have interrupted the validation of step `start`.
-            if folder.lacks_scores(workdir, options, start):
+            # A signal or an error may have interrupted the scoring of step `start`.
+            lacks = partial(folder.lacks_score, workdir, options, start)
+            if lacks("eval/loss"):
                 scores = {step: score()}
                 reporter.write(step, scores[step])
+            if tasks.scores and lacks(tasks.scores[0]):
+                score_tasks(step, state)
             while step < options.num_steps and not stops:
                 with clock.phase("data wait"):
                     batch = next(upcoming)

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Mapping
+from functools import cached_property
 
 from jax.sharding import Mesh
 
@@ -12,6 +13,8 @@ from gpt2.errors import located
 from gpt2.evals.scoring import Scorer
 from gpt2.evals.tasks import find_tasks
 from gpt2.model import GPT
+from gpt2.telemetry import Reporter, StepClock
+from gpt2.training import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +28,12 @@ class RunTasks:
 
     def __post_init__(self) -> None:
         """Read all files, so that a damaged file is reported before the run begins."""
-        self.score(None)
+        _ = self.scores
+
+    @cached_property
+    def scores(self) -> list[str]:
+        """The names of the scores that `score` returns."""
+        return [*self.score(None)]
 
     def score(self, params: Mapping | None) -> dict[str, float]:
         """Return the scores by name, `eval/TASK/METRIC`.
@@ -44,3 +52,11 @@ class RunTasks:
                     metric = re.sub("[^a-zA-Z0-9]+", "_", figure.metric)
                     scores[f"eval/{figure.task}/{metric}"] = figure.value
         return scores
+
+    def log(
+        self, reporter: Reporter, clock: StepClock, step: int, state: TrainState
+    ) -> None:
+        """Score the training state after `step`, and log the scores."""
+        reporter.catch_up()
+        with clock.phase("tasks"):
+            reporter.write(step, self.score(state.eval_params))

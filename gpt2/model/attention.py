@@ -167,8 +167,8 @@ def rope_rotation(cfg: GPTConfig, positions: Array) -> tuple[Array, Array]:
         kept = _kept_fraction(cfg, frequencies)
         frequencies = kept * frequencies + (1 - kept) * frequencies / cfg.rope_factor
     if cfg.rope_scaling == "yarn":
-        # Queries and keys with a larger norm make the softmax over many tokens as sharp as the
-        # softmax over few tokens was.
+        # YaRN makes queries and keys larger, so that the softmax over a longer context is as sharp
+        # as it was over the original context.
         length = 0.1 * math.log(cfg.rope_factor) + 1
     return rotation(positions, frequencies, length)
 

@@ -286,7 +286,8 @@ def _exp_minus_2u(x):
 
 
 def _gelu_fwd(x):
-    # `linear` calls this rule inside its own backward pass, so the forward pass does not store y.
+    # `linear` calls this function in its own backward pass, so y is not stored between the forward
+    # and the backward pass.
     x32 = x.astype(jnp.float32)
     y = x32 / (1.0 + _exp_minus_2u(x32))
     return y.astype(x.dtype), (x, y)

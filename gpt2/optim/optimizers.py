@@ -199,7 +199,7 @@ def _unrolled_names(path: tuple, leaf: Array) -> list[str]:
 def _adam(
     optim: OptimConfig, num_steps: int, parameters: Tree, matrices: Matrices
 ) -> optax.GradientTransformation:
-    """Return the direction of Adam (Kingma and Ba 2015): updates without a learning rate."""
+    """Return Adam's transformation of gradients (Kingma and Ba 2015), without a learning rate."""
     return optax.scale_by_adam(
         b1=optim.beta1,
         b2=optim.beta2,

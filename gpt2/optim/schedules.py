@@ -69,7 +69,7 @@ def _piecewise(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule
     starts = [step for step, _ in optim.pieces]
     if starts[0] < warmup or starts[-1] >= num_steps:
         raise UserError(
-            f"optim.schedule={optim.schedule} has a step that is not between "
+            f"optim.schedule={optim.schedule} changes the rate at a step that is not between "
             f"optim.warmup_steps={warmup} and train.num_steps={num_steps}",
             "Move that step, or shorten the warm-up",
         )

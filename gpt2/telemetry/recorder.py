@@ -35,10 +35,10 @@ class TraceRecorder(AbstractContextManager):
         return self
 
     def __call__(self, step: int, state: chex.ArrayTree) -> None:
-        """If the trace begins or ends directly after `step`, start or stop it.
+        """Start or stop the trace, if it begins or ends directly after `step`.
 
-        Wait for the arrays of `state`, the training state after this step, before doing so. The
-        trace then contains only complete steps, although devices run behind the host.
+        First wait for the arrays of `state`, the training state after this step. The trace then
+        contains only complete steps, although devices run behind the host.
         """
         is_traced = step in self._before
         if is_traced == self._is_tracing:

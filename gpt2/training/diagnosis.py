@@ -36,7 +36,7 @@ from gpt2.utils.trees import Batch, Sums, Tree
 
 _FINITE = "the same step is finite when repeated"
 _LAYER = re.compile(r"^h_(\d+)")
-_BAD_OUTPUT = "has NaN or Inf"  # no user's module would report this name
+_BAD_OUTPUT = "has NaN or Inf"  # a name that no user's module reports
 
 
 @dataclasses.dataclass(frozen=True)

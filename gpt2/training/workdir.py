@@ -259,23 +259,26 @@ def is_finished(workdir: Path, config: Config, start: int) -> bool:
     return is_finished
 
 
-def lacks_scores(workdir: Path, options: TrainConfig, start: int) -> bool:
-    """Return whether the validation of step `start` was due, but its scores are not known.
+def lacks_score(workdir: Path, options: TrainConfig, start: int, metric: str) -> bool:
+    """Return whether a score was due at step `start`, but is not known.
 
-    A signal may have interrupted the validation. At the last step, the result is always True,
-    because a finished run prints all scores, which metrics.jsonl may have lost.
+    `metric` is its name: `eval/loss`, or that of a task's score. A signal or an error may have
+    interrupted its computation. At the last step, the result is always True, because a finished run
+    prints all scores, which metrics.jsonl may have lost.
     """
-    if start == 0 or not options.is_due(start, options.eval_every):
+    is_loss = metric == "eval/loss"
+    every = options.eval_every if is_loss else options.eval_tasks_every
+    if start == 0 or not options.is_due(start, every):
         return False
     if start == options.num_steps:
         return True
-    return not distributed.from_first(_is_validated(workdir, start) or 0)
+    return not distributed.from_first(_is_logged(workdir, start, metric) or 0)
 
 
 @distributed.only_first
-def _is_validated(workdir: Path, step: int) -> bool:
+def _is_logged(workdir: Path, step: int, metric: str) -> bool:
     records = read_metrics(workdir / "metrics.jsonl")
-    return any(each["step"] == step and "eval/loss" in each for each in records)
+    return any(each["step"] == step and metric in each for each in records)
 
 
 @distributed.only_first

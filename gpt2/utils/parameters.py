@@ -111,8 +111,8 @@ def param_info(path: tuple, param: Tree) -> ParamInfo:
     is_large = len(set(info.axes) - SMALL) > 1
     if is_large and not info.inputs and not info.decays:
         raise UserError(
-            f"The parameter {name} with the axes {info.axes} was created without the arguments "
-            "`inputs` and `decays`",
-            "Pass one or both of them to named_param, or name one of the axes `mix`",
+            f"The parameter {name} has the axes {info.axes}, but neither `inputs` nor `decays`",
+            "Pass `inputs` to named_param if the parameter is a matrix, and `decays=True` if it has"
+            " weight decay. Otherwise, name one of its axes `mix`",
         )
     return info

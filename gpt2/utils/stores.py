@@ -120,10 +120,10 @@ def fetch_file(path: str | Path) -> Path:
 
 @contextlib.contextmanager
 def writing(target: str | Path) -> Iterator[Path]:
-    """Yield a local path at which the body writes a new file or folder.
+    """Yield a local path at which the `with` block writes a new file or folder.
 
-    If `target` is a URL, upload the file or folder after the body. Otherwise, the yielded path is
-    `target`.
+    If `target` is a URL, upload the file or folder when the block ends. Otherwise, the yielded path
+    is `target`.
     """
     if not is_url(target):
         path = _expand(target)

@@ -13,6 +13,7 @@ def format_count(number: float) -> str:
     """Format a count or rate: 950, 9,500, 12.3k, 124.4M, 9B."""
     if abs(number) < 1e4:
         return f"{number:,.0f}"
+    number = float(f"{number:.3e}")  # 999,950 is 1M, not 1000k
     power = min(int(math.log10(abs(number))) // 3, 5)
     return f"{number / 1000**power:.1f}".removesuffix(".0") + " kMBTP"[power]
 

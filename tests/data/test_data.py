@@ -322,7 +322,7 @@ def test_a_long_document_has_the_tokens_of_the_library_by_any_pattern(
         expected = backend.encode(half, add_special_tokens=False).ids
         np.testing.assert_array_equal(tokens_of(tokens, split), expected)
     monkeypatch.setattr(documents_module, "WHOLE_CHARACTERS", 1000)
-    told = "code.txt has more than .* must encode each document whole"
+    told = "code.txt has more than .* which encodes each document whole"
     with pytest.raises(UserError, match=told):
         make(f"text:{path}", str(tmp_path / "tokenizer.json"), val_fraction=0.4)
     # A document of a JSON Lines file has no path, and its text is too long for a message.

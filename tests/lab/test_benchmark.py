@@ -186,7 +186,7 @@ def test_a_variation_sets_options_with_their_types_or_flags_of_xla(monkeypatch):
     assert case.varied("XLA_FLAGS=--b=2").xla_flags == "--a=1 --b=2"
     with pytest.raises(UserError):
         case.varied("model.positron=rope")
-    with pytest.raises(UserError, match="every variation has the vocabulary"):
+    with pytest.raises(UserError, match="all variations share one tokenizer"):
         case.varied("data.tokenizer=byte")
 
 

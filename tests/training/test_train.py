@@ -363,6 +363,42 @@ def test_a_failure_between_steps_saves_the_newest_state(
     assert metrics_of(tmp_path / "run")[-1]["step"] == 2
 
 
+REMOVES = """
+import pathlib
+import numpy as np
+
+def batches(split):
+    if pathlib.Path("fails").exists():
+        pathlib.Path("text8").unlink(missing_ok=True)
+    while True:
+        rows = np.zeros((4, 16), int)
+        yield {"tokens": rows, "targets": rows}
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("num_steps", [2, 4])
+def test_tasks_that_failed_are_scored_by_the_next_start(tmp_path, num_steps):
+    options = [*TINY, f"--config.train.num_steps={num_steps}"]
+    options += ["--config.train.eval_tasks_every=2", "--config.train.eval_batches=1"]
+    options += [f"--config.train.eval_tasks=text8:{tmp_path}"]
+    options += ["--config.data.corpus=python:mine:batches"]
+    (tmp_path / "mine.py").write_text(REMOVES)
+    (tmp_path / "fails").touch()
+    for code, step in ((2, 2), (0, num_steps)):
+        (tmp_path / "text8").write_text("the cat sat on the mat")
+        found, _, stderr = run(tmp_path / "run", *options, cwd=tmp_path)
+        assert found == code, stderr
+        assert latest_step(tmp_path / "run") == step
+        (tmp_path / "fails").unlink(missing_ok=True)
+    scored = [
+        e["step"]
+        for e in metrics_of(tmp_path / "run")
+        if "eval/text8/bits_per_byte" in e
+    ]
+    assert scored == list(range(2, num_steps + 1, 2))
+
+
 @pytest.mark.thorough
 def test_an_average_that_zero1_spreads_is_validated(tmp_path):
     options = [*TINY, "--config.data.corpus=synthetic", "--config.train.num_steps=1"]

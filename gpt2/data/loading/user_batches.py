@@ -30,8 +30,9 @@ from gpt2.utils.files import reading
 
 UserBatch = Mapping[str, Any]  # array-likes by name
 MakeBatches = Callable[..., Iterable[UserBatch]]
-# Number of newest states that are retained. A checkpoint needs the state after its own step, when
-# `prefetch` has already read later batches. This number must exceed the number of these batches.
+# Number of states of the user's iterable that are retained, the newest ones. A checkpoint needs the
+# state after its own step, but `prefetch` has then already read later batches. This number must
+# exceed the number of these batches.
 NUM_STATES = 16
 INT32 = np.iinfo(np.int32)
 

@@ -189,8 +189,8 @@ def read_parts(document: Document, *, whole: bool = False) -> Iterator[str]:
             if whole:
                 if len(text) > WHOLE_CHARACTERS:
                     raise UserError(
-                        f"{name} has more than {WHOLE_CHARACTERS:,} characters. This is "
-                        "too many for a tokenizer.json, because it must encode each document whole",
+                        f"{name} has more than {WHOLE_CHARACTERS:,} characters. This is too many"
+                        " for the tokenizer of a tokenizer.json, which encodes each document whole",
                         "Divide the document, or use --config.data.tokenizer=gpt2 or bpe:SIZE",
                     )
             elif len(text) >= PART_CHARACTERS:

@@ -164,9 +164,9 @@ def paired_difference(error: float, df: int, level: float) -> float:
 
 @cache
 def _chi(df: int) -> tuple[Array, Array]:
-    """Return nodes and weights of a quadrature over an estimated standard deviation.
+    """Return nodes and weights of a quadrature over the distribution of a standard deviation.
 
-    The true standard deviation is 1, and the estimate has `df` degrees of freedom.
+    It is the estimate with `df` degrees of freedom of a true standard deviation of 1.
     """
     chi = scipy.stats.chi(df)
     low = chi.ppf(1e-13)

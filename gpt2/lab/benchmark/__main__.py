@@ -118,7 +118,7 @@ def measure_cases() -> list[Row]:
 
 
 def make_config(peers: list[str]) -> Config:
-    """Return the config of the command line, changed if its losses are compared with PyTorch's.
+    """Return the config of the command line, adapted to what PyTorch's implementations support.
 
     `peers` are the names of the PyTorch implementations to compare with. These implementations have
     a constant learning rate, a vocabulary of a multiple of 64 tokens, and no random options, such

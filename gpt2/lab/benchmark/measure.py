@@ -54,9 +54,8 @@ class Case(NamedTuple):
             options[name] = read_option(name, value)
         if "data.tokenizer" in options:
             raise UserError(
-                f"--vary={text} sets data.tokenizer, but every variation has the vocabulary of the"
-                " config",
-                "Vary model.vocab_size, or run the command with each --config.data.tokenizer",
+                f"--vary={text} sets data.tokenizer, but all variations share one tokenizer",
+                "Vary model.vocab_size, or run the command once for each tokenizer",
             )
         config = with_options(self.config, options)
         return self._replace(config=config)

@@ -28,7 +28,7 @@ from gpt2.utils.files import is_locked, try_lock, write_json
 from gpt2.utils.ray_cluster import is_connected
 from gpt2.utils.text import format_duration
 
-Slot = LocalSlot | RaySlot  # the resources of one run at a time
+Slot = LocalSlot | RaySlot  # resources, which one run at a time uses
 _DIVERGED = 3  # the exit code of train.py for a run that diverged
 # The outcome of each run when this process first read it. A run that had already failed by then is
 # trained again. Such a run is recognised by its unchanged outcome and not by the time of its file,

@@ -142,8 +142,9 @@ class Run:
     def codes(self, *, to_come: bool = False) -> set[str]:
         """Return the hashes of the code that trained the run's steps.
 
-        If the run has not ended, return no hashes or, with `to_come`, the hashes of the code that
-        trained its checkpoint and of the code that would train it now.
+        If the run has not ended, return an empty set. With `to_come`, return instead the hash of
+        the code that would continue the run now, and the hashes of the code that trained it up to
+        its newest checkpoint.
         """
         with reading(self.workdir, f"Remove {self.folder}, and repeat the command"):
             starts = read_starts(self.workdir)

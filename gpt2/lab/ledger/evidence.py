@@ -51,7 +51,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 Numbers = float | Array
 
-# alpha: the largest expected fraction of false ideas among the ideas that are kept.
+# alpha: the largest expected fraction of ideas that are not better among the ideas that are kept.
 _FALSE_FRACTION = 0.1
 _DECAY = 1.3  # the exponent in gamma_t
 _TAU = 3.0  # the scale of expected gains, in standard deviations of a pair's difference

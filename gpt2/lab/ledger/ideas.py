@@ -95,7 +95,7 @@ def make_idea(root: Path, ledger: Ledger, text: str, equal: str) -> Idea:
 def arms_at(
     root: Path, ledger: Ledger, idea: Idea, depth: int, equal: str
 ) -> list[Arm]:
-    """Return the arms of the best version and the idea at a small size, or the ledger's size.
+    """Return the arms of the best version and the idea, at the size that `depth` selects.
 
     A `depth` of 0 means the ledger's size. Otherwise, both arms are scaled by the ratio of `depth`
     to the number of layers with which the ledger started. An arm therefore has `depth` layers,

@@ -25,7 +25,7 @@ from gpt2.utils import files
 _FOLDER = "data"
 _FACTS = "data.json"
 _TOKENIZER = "tokenizer.json"
-# A run validates on this number of tokens, the first of each corpus's training split.
+# A run validates on this number of tokens, from the start of each corpus's training split.
 _NUM_VALIDATED = 1024
 
 

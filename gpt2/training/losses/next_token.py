@@ -117,8 +117,8 @@ def apply_loss(
     )
     if "loss" not in sums:
         raise UserError(
-            f"The loss returns the sums {sorted(sums)} without an entry 'loss', whose count "
-            "divides the gradient",
+            f"The loss returns the sums {sorted(sums)}, but no entry 'loss', by whose count the "
+            "gradient is divided",
             "Add the entry 'loss': (sum, count) to the sums that the loss returns",
         )
     if METRICS in variables:
