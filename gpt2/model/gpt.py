@@ -28,7 +28,7 @@ from gpt2.config import GPTConfig
 from gpt2.model.attention import rope_rotation
 from gpt2.model.block import Block
 from gpt2.model.ingredients import ingredients_of
-from gpt2.model.initial import defer, draw
+from gpt2.model.initial import defer, draw, traced_draw
 from gpt2.model.layers import Embedding, Norm
 from gpt2.model.seams import Context, Sublayer
 from gpt2.ops import Ops, plain
@@ -258,11 +258,15 @@ class GPT(nn.Module):
         boxed in a `DeclaredParam`, together with its `ParamInfo`. The values of `tokens` do not
         matter.
         """
+        return traced_draw(self._unrolled(), rngs, tokens)
+
+    @nn.nowrap
+    def _unrolled(self) -> "GPT":
+        """Return the model whose parameters are drawn: each layer has its own parameters."""
         config = dataclasses.replace(
             self.config, scan_layers=False, scan_unroll=1, remat="none"
         )
-        reference = self.clone(config=config, ops=Ops(param=defer))
-        return draw(reference, rngs, tokens)
+        return self.clone(config=config, ops=Ops(param=defer))
 
     @nn.nowrap
     def init(self, rngs: Array, tokens: Array, *_: Tree, **__: Tree) -> Params:  # type: ignore[override]
@@ -271,7 +275,7 @@ class GPT(nn.Module):
         The values of `tokens` do not matter. The other arguments of Flax's `init`, which
         `nn.tabulate` passes, have no effect, because all methods use the same parameters.
         """
-        params = nn.unbox(self.draw(rngs, tokens))
+        params = nn.unbox(draw(self._unrolled(), rngs, tokens))
         return {"params": in_layout(params, scanned=self.config.scan_layers)}
 
     @nn.nowrap

@@ -24,7 +24,7 @@ from gpt2.utils.trees import Tree
 
 
 class UndrawnParam(DeclaredParam):
-    """A parameter to be drawn by `init`. Its `value` contains zeros.
+    """A parameter to be drawn by `init`. While modules run, its `value` contains zeros.
 
     Its key is `jax.random.fold_in(base, path)`. In a module for experts, both have an axis of
     experts.
@@ -40,7 +40,7 @@ def defer(
 ) -> Array:
     """Replace `plain.param` in a table of operations, so that `draw` draws the parameters.
 
-    Parameters with another initializer than `Normal` are drawn at once.
+    A parameter with another initializer than `Normal` is drawn here.
     """
     if not isinstance(init, Normal):
         return param(module, name, init, shape, info)
@@ -61,7 +61,6 @@ def defer(
     return module.param(name, declare, shape, jnp.float32, unbox=True)
 
 
-@partial(jax.jit, static_argnums=0, inline=True)  # so that equal models share one trace
 def draw(model: nn.Module, rngs: Array, tokens: Array) -> Tree:
     """Return the initial parameters of a model, each in a `DeclaredParam`.
 
@@ -89,3 +88,8 @@ def draw(model: nn.Module, rngs: Array, tokens: Array) -> Tree:
             boxes[index] = DeclaredParam(value, box.info)
             start = end
     return jax.tree.unflatten(structure, boxes)
+
+
+# Equal models share one trace. `GPT.init` calls `draw` itself, because `nn.tabulate` could not see
+# the calls of modules in a stored trace.
+traced_draw = jax.jit(draw, static_argnums=0, inline=True)

@@ -22,6 +22,7 @@ from gpt2.errors import UserError
 from gpt2.model import GPT, num_params
 from gpt2.model.flops import model_flops_per_token
 from gpt2.model.ingredients import score_term_options
+from gpt2.ops import Ops
 from gpt2.optim import joint_norm, make_optimizer, make_schedule
 from gpt2.parallel import Backend, make_backend
 from gpt2.parallel.compiled import CompiledStep, CompiledSteps, compile_once
@@ -154,7 +155,8 @@ class Program:
 
     def init(self, key: Array) -> TrainState:
         """Return the state before the first step, as a pure function of a key."""
-        return self._first_state(draw_params(self.model, key))
+        model = self.model.clone(ops=Ops())  # whose trace `from_config` has stored
+        return self._first_state(draw_params(model, key))
 
     def _first_state(self, params: Tree) -> TrainState:
         compute = self.config.precision.compute
@@ -311,6 +313,7 @@ class Program:
         return compile_once(self.backend.compile_eval(self.eval_step), params, batch)
 
 
+@partial(jax.jit, static_argnums=0, inline=True)  # so that equal models share one trace
 def draw_params(model: GPT, key: Array) -> Tree:
     """Return parameters drawn from a key."""
     return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]

@@ -24,7 +24,7 @@ from gpt2.ops import Ops, plain
 from gpt2.ops import head_loss as head_loss_module
 from gpt2.ops.head_loss import look_up_padded, pad_vocab
 from gpt2.training.losses import next_token_loss
-from gpt2.training.program import Program
+from gpt2.training.program import Program, draw_params
 from gpt2.utils.scan import METRICS, report
 from tests import numpy_model as in_numpy
 from tests.helpers import (
@@ -106,7 +106,8 @@ def use_ingredient(monkeypatch):
 
     def forget():
         ingredients.ingredients_of.cache_clear()
-        initial.draw.clear_cache()
+        initial.traced_draw.clear_cache()
+        draw_params.clear_cache()
 
     yield use
     forget()
@@ -190,7 +191,7 @@ def flax_layer(block):
     [
         (
             undeclared,
-            r"parameter h_0/mlp/own .* without the arguments `inputs` and `decays`",
+            r"parameter h_0/mlp/own .* neither `inputs` nor `decays`",
         ),
         (flax_layer, "h_0/mlp/bias does not name its axes"),
     ],

@@ -6,6 +6,7 @@ from unittest import mock
 
 import chex
 import flax.errors
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -74,10 +75,26 @@ def test_parameters_that_are_drawn_together_are_those_that_flax_draws(
 ):
     model = model_of(name)
     tokens = jnp.zeros((1, 1), jnp.int32)
-    together = jax.jit(model.init)(make_key(7), tokens)
+
+    def trace():
+        return jax.jit(lambda key: model.init(key, tokens)).trace(make_key(7))
+
+    together = trace()
     monkeypatch.setattr(gpt, "defer", plain.param)
-    by_flax = jax.jit(model.init)(make_key(7), tokens)
-    chex.assert_trees_all_equal(together, by_flax)
+    by_flax = trace()
+    assert "scan[" in str(together.jaxpr)  # the loop over layers
+    assert "scan[" not in str(by_flax.jaxpr)
+    chex.assert_trees_all_equal(
+        *(traced.lower().compile()(make_key(7)) for traced in (together, by_flax))
+    )
+
+
+def test_a_table_of_modules_can_be_printed_twice():
+    model = model_of("default")
+    tokens = jnp.zeros((1, 16), jnp.int32)
+    first, second = (nn.tabulate(model, jax.random.key(0))(tokens) for _ in range(2))
+    assert "Block" in first
+    assert second == first
 
 
 def attend(q, k, v):

@@ -109,7 +109,7 @@ ademamix's slow average does not warm up: optim/optimizers.py, optim -k formulas
 a cautious mask takes one share for all stacked layers: optim/transforms.py, optim -k formulas
     - first = int("layers" in info.axes)
     + first = 0
-muP leaves the rates of kernels alone: optim/optimizers.py, coordinates
+muP leaves the rates of kernels alone: optim/optimizers.py, optim -k wider
     - optax.scale(width_ratio**-power)
     + optax.identity()
 layer_rates takes the last pattern that matches: optim/optimizers.py, optim -k layer_rates
