@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 # Thousands of tokens of Python in a package: names, numbers, strings and signs, without comments,
 # docstrings and layout. A line costs nothing, so squeezing lines gains nothing.
 ROOMS = {
-    "model": 13.0,
+    "model": 13.1,
     "ops": 11.1,
     "optim": 6.8,
     "parallel": 9.1,

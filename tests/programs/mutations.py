@@ -379,9 +379,9 @@ scanned layers drop by one mask: utils/scan.py, model -k mask
 validation reads the raw weights where an average is asked for: train.py, train -k eval_scores
     - validate(eval_step, state.eval_params, *split)
     + validate(eval_step, state.params, *split)
-tasks read the raw weights where an average is asked for: train.py, train -k eval_scores
-    - tasks.score(state.eval_params)
-    + tasks.score(state.params)
+tasks read the raw weights where an average is asked for: evals/run_tasks.py, train -k eval_scores
+    - self.score(state.eval_params)
+    + self.score(state.params)
 samples are drawn with the raw weights: train.py, train -k averaged
     - gather_whole(state.eval_params, program.backend.mesh)
     + gather_whole(state.params, program.backend.mesh)
