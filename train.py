@@ -125,7 +125,7 @@ def train(
 ) -> int:
     """Run the steps after `start`, write the run's files, and return the exit code."""
     config = program.config
-    options = program.config.train
+    options = config.train
 
     # Compile once for each shape of the run's steps, while the devices initialise the weights.
     distributed.only_first(log)("compiling the steps", sys.stdout)

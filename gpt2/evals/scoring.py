@@ -6,6 +6,7 @@ Logits are most of the work of a small model, so they are computed only for scor
 """
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
@@ -164,7 +165,14 @@ class Scorer:
             result = run_alone(self._score, self._params, batch)
             columns = [column.tolist() for column in jax.device_get(result)]
             for index, *values in zip(rows, *columns, strict=False):
-                scores[index] = Score(*values)
+                scores[index] = score = Score(*values)
+                if math.isnan(
+                    score.log_prob
+                ):  # no comparison of scores would notice it
+                    raise UserError(
+                        "The model computes NaN for a text of the task",
+                        "Check that the weights have no NaN or Inf",
+                    )
         return [scores[index] for index in range(len(requests))]
 
     def score_groups(

@@ -137,7 +137,8 @@ def _load_params(
     workdir: Path, saved: list[int], which: str | int
 ) -> tuple[Config, Tree]:
     config = load_config(workdir)
-    options = {"memory.remat": "none"}
+    # One device may have only one micro-batch, which cannot measure the noise scale of training.
+    options = {"memory.remat": "none", "logging.noise_scale": False}
     if config.model.attention != "plain":  # every device supports `plain`
         options["model.attention"] = "auto"
     config = with_options(config, options)

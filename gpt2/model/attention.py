@@ -53,8 +53,9 @@ class Attention(nn.Module):
 
         q, k, v = self._project(x)
         if cfg.qk_norm:  # Dehghani et al. 2023, arXiv 2302.05442
-            q = Norm(cfg, ops, "rmsnorm", "head_size", name="q_norm")(q)
-            k = Norm(cfg, ops, "rmsnorm", "head_size", name="k_norm")(k)
+            norm = partial(Norm, cfg, ops, kind="rmsnorm", axis="head_size")
+            q = norm(name="q_norm")(q)
+            k = norm(name="k_norm")(k)
         if context.rotation is not None:
             q = rope(q, *context.rotation)
             k = rope(k, *context.rotation)
@@ -73,7 +74,9 @@ class Attention(nn.Module):
         y = ops.constrain(y, "batch", "length", "heads", "head_size")
         shape = (N, H, D)
         axes = ("heads", "head_size", "embed")
-        project = Linear(cfg, ops, shape, axes, 2, adds_to_residual=True, name="c_proj")
+        project = Linear(
+            cfg, ops, shape, axes, num_contract=2, adds_to_residual=True, name="c_proj"
+        )
         return project(y)
 
     def _project(self, x: Array) -> list[Array]:
@@ -108,19 +111,14 @@ class Attention(nn.Module):
         if cfg.dropout and not context.deterministic:
             key = self.make_rng("dropout")
             scoring = scoring._replace(dropout=cfg.dropout, dropout_key=key)
-        is_cached = self.has_variable("cache", "keys")
-        if is_cached:
+        attention = self.ops.attention
+        if self.has_variable("cache", "keys"):
             k, v = self._extend_cache(k, v, context.positions[:, 0])
+            attention = partial(attention_cached, length=context.positions[:, -1] + 1)
 
         def attend(window: int) -> Array:
-            in_window = scoring._replace(window=window)
-            if is_cached:
-                length = context.positions[:, -1] + 1
-                return attention_cached(q, k, v, length, in_window)
-            return self.ops.attention(q, k, v, in_window)
+            return attention(q, k, v, scoring._replace(window=window))
 
-        if isinstance(context.layer, int):
-            return attend(cfg.windows[context.layer])
         return _for_layer(attend, cfg.windows, context.layer)
 
     def _extend_cache(self, k: Array, v: Array, start: Array) -> tuple[Array, Array]:
@@ -142,12 +140,14 @@ class Attention(nn.Module):
         return keys, values
 
 
-def _for_layer(function: Callable, values: Sequence, layer: Array) -> Tree:
+def _for_layer(function: Callable, values: Sequence, layer: int | Array) -> Tree:
     """Return `function(values[layer])`. `values` holds one Python value for each layer.
 
     In a scan over layers, `layer` is a traced array, which cannot index a Python sequence. Each
     distinct value therefore becomes a branch of `jax.lax.switch`.
     """
+    if isinstance(layer, int):
+        return function(values[layer])
     different = sorted(set(values))
     branch = jnp.array([different.index(value) for value in values])[layer]
     return jax.lax.switch(branch, [partial(function, value) for value in different])

@@ -231,7 +231,7 @@ def attention(q: Array, k: Array, v: Array, scoring: Scoring) -> Array:
 
 
 def attention_cached(
-    q: Array, k_cache: Array, v_cache: Array, length: Array, scoring: Scoring
+    q: Array, k_cache: Array, v_cache: Array, scoring: Scoring, length: Array
 ) -> Array:
     """Apply `attention` to the last T positions, with keys and values from a cache.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gpt2.config import Config
 from gpt2.errors import UserError
+from gpt2.utils.files import write_text
 
 Metrics = Mapping[str, float]  # name -> value
 
@@ -115,7 +116,7 @@ class Wandb(Writer):
         id_file = workdir / "wandb" / "run_id"
         if not id_file.exists():
             id_file.parent.mkdir(parents=True, exist_ok=True)
-            id_file.write_text(secrets.token_hex(8))
+            write_text(id_file, secrets.token_hex(8))
         # A continued run logs some steps again. W&B retains the first values, which are the same.
         self._run = wandb.init(
             project=config.logging.wandb_project,

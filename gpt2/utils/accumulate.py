@@ -32,10 +32,8 @@ def accumulate(
         return jax.tree.map(jnp.add, total, function(micro_batch, index)), None
 
     first = jax.tree.map(lambda x: x[0], micro_batches)
-    zeros = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype),
-        jax.eval_shape(function, first, jnp.int32(0)),
-    )
+    shapes = jax.eval_shape(function, first, jnp.int32(0))
+    zeros = jax.tree.map(jnp.zeros_like, shapes)
     indices = jnp.arange(num_micro_batches, dtype=jnp.int32)
     total, _ = jax.lax.scan(body, zeros, (indices, micro_batches))
     return total

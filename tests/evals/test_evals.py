@@ -113,6 +113,14 @@ def test_batched_scores_equal_scores_one_at_a_time(num_devices, params):
     assert [score.greedy for score in scores[-2:]] == [False, True]
 
 
+def test_nan_is_an_error_and_not_the_likeliest_answer(params):
+    bias = params["ln_f"]["bias"] * jnp.nan
+    broken = params | {"ln_f": params["ln_f"] | {"bias": bias}}
+    scorer = Scorer(GPT(CFG), broken, jax.devices()[:1])
+    with pytest.raises(UserError, match="computes NaN for a text"):
+        scorer.score(mixed_requests(num=1))
+
+
 def test_200_mixed_lengths_compile_once_per_bucket(params):
     scorer = Scorer(GPT(CFG), params, jax.devices()[:1])
     requests = mixed_requests(num=200)

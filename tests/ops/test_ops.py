@@ -468,7 +468,8 @@ def test_new_positions_attend_to_a_cache_as_to_all_at_once(new, kv_heads, dtype)
         return jnp.concatenate([x, garbage], axis=1).swapaxes(1, 2)
 
     attend = jax.jit(partial(plain.attention_cached, scoring=scoring))
-    actual = attend(q[:, -new:], cache(k), cache(v), jnp.array([9, 9]))
+    length = jnp.array([9, 9])
+    actual = attend(q[:, -new:], cache(k), cache(v), length=length)
     assert_close(actual, expected, dtype)
 
 

@@ -132,6 +132,14 @@ def test_eval_scores_the_checkpoint_as_training_did(finished, task, tmp_path):
     assert found[-1] == pytest.approx(last["eval/text8/bits_per_byte"], rel=1e-5)
 
 
+@pytest.mark.thorough
+def test_a_run_that_measures_noise_on_two_devices_can_be_evaluated(tmp_path):
+    options = [*TINY, "--config.data.corpus=synthetic"]
+    options.append("--config.logging.noise_scale=True")
+    succeed(tmp_path / "run", *options, devices=2)
+    assert "loss" in succeed(tmp_path / "run", script="eval.py")
+
+
 def test_samples_are_those_of_the_command_with_the_averaged_weights(finished):
     workdir, _ = finished
     flags = ["--num_samples=3", "--max_new_tokens=15", "--temperature=0.8"]
