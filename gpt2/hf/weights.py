@@ -182,7 +182,11 @@ def with_model_of_weights(
     weights do not determine them. If `workdir` already contains a run, this run continues: the
     options then come from the run's config.json.
     """
-    names = _MODEL - {*FREE, "vocab_size"}
+    names = _MODEL - {*FREE}
+    if (
+        config.model.vocab_size
+    ):  # otherwise the weights' vocabulary, which may be padded
+        names.remove("vocab_size")
     if (workdir / "config.json").exists():
         found = load_config(workdir).gpt()
     else:
@@ -198,8 +202,6 @@ def with_model_of_weights(
             end_of_text = config.data.end_of_text
             tokenizer = tokenizers.build(spec, end_of_text=end_of_text)
             _require_same_tokens(source, directory, theirs, tokenizer)
-            if not config.model.vocab_size:  # The weights' vocabulary may be padded.
-                names = names | {"vocab_size"}
         set_names = {name for name in names if f"model.{name}" in chosen}
         wanted = canonical(config.model)
         _require_same_model(source, canonical(found), wanted, set_names)

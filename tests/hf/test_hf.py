@@ -367,7 +367,12 @@ def test_a_run_with_a_shorter_context_has_no_longer_window_than_its_context(tmp_
             with_model_of_weights(other, chosen, tmp_path / "run")
     # A tokenizer that is trained on the same text may be the same one.
     same = with_options(config, {"data.tokenizer": "char"})
-    assert with_model_of_weights(same, chosen, tmp_path / "run").model.window == 0
+    begun = with_model_of_weights(same, chosen, tmp_path / "run")
+    assert (begun.model.window, begun.model.vocab_size) == (0, 320)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(json.dumps(run.to_dict()))
+    again = with_model_of_weights(config, chosen, tmp_path / "run")
+    assert again.model.vocab_size == 320
 
 
 def test_a_run_of_longer_context_may_scale_rope_that_was_not(tmp_path):
