@@ -239,7 +239,7 @@ def test_a_loss_without_the_sum_that_divides_the_gradient_is_refused():
         return logits.sum(), {"sum": (logits.sum(), jnp.float32(1.0))}
 
     model = GPT(CONFIG)
-    with pytest.raises(UserError, match=r"sums \['sum'\] but no entry 'loss'"):
+    with pytest.raises(UserError, match=r"sums \['sum'\], but no entry 'loss'"):
         apply_loss(model, first_params(CONFIG), make_batch(0), logits_loss)
 
 
